@@ -1,0 +1,189 @@
+# Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What a prompt style is: one model family's way from chat to tokens and back.
+
+Owns the interface and everything that is the same for all families: ordinary text, truncation, decoding a reply.
+Refuses to know episodes, masks and limits. Imports no torch, ray or verl.
+
+Rules that hold for every style:
+
+- The first prompt and every later piece are encoded once; sampled ids are never re-encoded.
+- Only the template's own text can become control tokens (`encoder.py`).
+- What the policy writes is kept as sampled. A reply is read up to its first turn token (end of turn, start of turn, end
+  of text); what stands after that is in the ids and in the mask, but is parsed as nothing.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from recipe.agent_env.prompt_styles.encoder import Piece, PieceEncoder, Side
+from recipe.agent_env.prompt_styles.errors import Message, PromptStyleError
+from recipe.agent_env.prompt_styles.messages import ChatMessage, normalise
+from recipe.agent_env.prompt_styles.replies import CallParser, CallText, ParsedReply, ReplyError, build_reply
+from recipe.agent_env.prompt_styles.truncation import truncate
+
+__all__ = [
+    "DEFAULT_MARKER",
+    "Message",
+    "ParsedReply",
+    "PromptStyle",
+    "PromptStyleError",
+    "ReplyError",
+    "StyleOptions",
+]
+
+DEFAULT_MARKER = "\n[... cut ...]\n"
+"""Stands where `truncate_text` took text away."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StyleOptions:
+    """What a run may choose about its style."""
+
+    tool_parser: str | None = None
+    """How the family writes calls; None: the style's own choice. `qwen2_5` has only one."""
+
+    template_kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """Switches of the chat template, such as `enable_thinking`."""
+
+    stop: tuple[str, ...] = ()
+    """Strings at which the engine shall end a turn."""
+
+    strict_history: bool = False
+    """Refuse a template that rewrites earlier turns, instead of keeping them as they were sampled."""
+
+
+class PromptStyle(ABC):
+    """Turns messages into token ids and sampled ids into a message, for one model family."""
+
+    def __init__(self, tokenizer: Any, options: StyleOptions | None = None) -> None:
+        """Build the style for one tokenizer.
+
+        Args:
+            tokenizer: The model's Hugging Face fast tokenizer.
+            options: Choices of the run.
+
+        Raises:
+            PromptStyleError: The tokenizer lacks what the family's format needs.
+        """
+        self.tokenizer = tokenizer
+        self.options = options or StyleOptions()
+        self._encoder = PieceEncoder(tokenizer)
+
+    @property
+    @abstractmethod
+    def end_of_turn_ids(self) -> tuple[int, ...]:
+        """Ids that end an assistant turn in this family; the first is the one added to a turn that lacks it."""
+
+    @property
+    @abstractmethod
+    def parse_stop_ids(self) -> frozenset[int]:
+        """Ids at which the reading of a reply ends."""
+
+    @property
+    @abstractmethod
+    def call_parser(self) -> CallParser:
+        """Takes the text of a reply apart."""
+
+    @abstractmethod
+    def prompt_pieces(
+        self, messages: list[ChatMessage], tools: list[dict[str, Any]] | None, *, add_header: bool
+    ) -> list[Piece]:
+        """The text of a conversation's start."""
+
+    @abstractmethod
+    def observation_pieces(self, messages: list[ChatMessage], *, turn_is_closed: bool, add_header: bool) -> list[Piece]:
+        """The text between the last sampled token of a turn and the next sampled token."""
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """Ids at which the engine must end a turn."""
+        return list(self.end_of_turn_ids)
+
+    @property
+    def stop(self) -> list[str]:
+        """Strings at which the engine must end a turn."""
+        return list(self.options.stop)
+
+    def encode_prompt(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, *, add_header: bool = True
+    ) -> list[int]:
+        """Encode the start of an episode.
+
+        Args:
+            messages: System message, history and first observation, in order.
+            tools: OpenAI tool schemas; None or empty when there are none.
+            add_header: End with the header after which the model writes.
+
+        Returns:
+            Token ids of the whole prompt.
+
+        Raises:
+            PromptStyleError: A message has a shape that no rule covers.
+        """
+        pieces = self.prompt_pieces(normalise(messages), tools or None, add_header=add_header)
+        return self._encoder.encode(pieces, at_start=True)
+
+    def encode_observation(
+        self, messages: list[Message], *, turn_is_closed: bool, add_header: bool = True
+    ) -> list[int]:
+        """Encode what stands between two sampled turns; all of it has mask 0.
+
+        Args:
+            messages: What the environment answered; may be empty.
+            turn_is_closed: `is_turn_closed` of the turn before. If False, the end-of-turn token comes first.
+            add_header: End with the header after which the model writes.
+
+        Returns:
+            Token ids that extend the sampled turn.
+
+        Raises:
+            PromptStyleError: A message has a shape that no rule covers.
+        """
+        pieces = self.observation_pieces(normalise(messages), turn_is_closed=turn_is_closed, add_header=add_header)
+        return self._encoder.encode(pieces)
+
+    def is_turn_closed(self, sampled_ids: Sequence[int]) -> bool:
+        """Whether the last sampled token ends the turn."""
+        return len(sampled_ids) > 0 and sampled_ids[-1] in self.end_of_turn_ids
+
+    def encode_text(self, text: str) -> list[int]:
+        """Encode ordinary text: whatever it spells, no control token comes out."""
+        return self._encoder.encode_text(text)
+
+    def truncate_text(self, text: str, max_tokens: int, side: Side, marker: str = DEFAULT_MARKER) -> str:
+        """Shorten text so that it encodes to at most `max_tokens` tokens.
+
+        Args:
+            text: Any text; returned as it is when it fits.
+            max_tokens: Limit for the text with its marker; 0 or less gives an empty text.
+            side: Where text is taken away, as verl's `data.truncation` means it: `left` keeps the end, `right` keeps
+                the beginning, `middle` keeps both.
+            marker: Put where text was taken away; left out when it alone would fill the limit.
+
+        Returns:
+            The text, cut between characters as a reader sees them.
+        """
+        return truncate(self._encoder, text, max_tokens, side, marker)
+
+    def reply_text(self, sampled_ids: Sequence[int]) -> str:
+        """The text of a reply up to its first turn token, which is left out."""
+        stops = self.parse_stop_ids
+        end = next((i for i, token_id in enumerate(sampled_ids) if token_id in stops), len(sampled_ids))
+        return self._encoder.decode(sampled_ids[:end])
+
+    def parse_reply(self, sampled_ids: Sequence[int], tools: list[dict[str, Any]] | None) -> ParsedReply:
+        """Read a sampled reply. Never raises, whatever was sampled.
+
+        Args:
+            sampled_ids: As the engine returned them.
+            tools: OpenAI tool schemas; a call of another name is an error. None: names are not checked.
+
+        Returns:
+            The assistant message, the first error or None, and how many calls were found and broken.
+        """
+        text = self.reply_text(sampled_ids)
+        taken_apart: CallText = self.call_parser(text, tools)
+        return build_reply(taken_apart, text.encode("utf-8", "surrogatepass"), tools)

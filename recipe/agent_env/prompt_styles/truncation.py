@@ -1,0 +1,87 @@
+# Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Shortening text to a number of tokens.
+
+Owns where a text may be cut; refuses to know chat formats. The cost is linear in the limit, not in the text: what cannot
+be kept is not even encoded.
+"""
+
+import regex
+
+from recipe.agent_env.prompt_styles.encoder import SIDES, PieceEncoder, Side, without_surrogates
+from recipe.agent_env.prompt_styles.errors import PromptStyleError
+
+# Longest stretch searched for the border of a visible character: longer ones are cut between code points.
+_GRAPHEME_CHARS = 64
+_GRAPHEME = regex.compile(r"\X")
+
+
+def truncate(encoder: PieceEncoder, text: str, max_tokens: int, side: Side, marker: str) -> str:
+    """Shorten text to at most `max_tokens` tokens; see `PromptStyle.truncate_text`.
+
+    Raises:
+        PromptStyleError: `side` is not one of left, right, middle.
+    """
+    if side not in SIDES:
+        raise PromptStyleError(f"side must be one of {', '.join(SIDES)}, got {side!r}")
+    if max_tokens <= 0:
+        return ""
+    text = without_surrogates(text)
+    window = (max_tokens + 1) * encoder.longest_token_chars
+    if len(text) <= 2 * window:
+        head = tail = encoder.token_spans(text)
+        if len(head) <= max_tokens:
+            return text
+        tail_shift = 0
+    else:
+        head = encoder.token_spans(text[:window])
+        tail_shift = len(text) - window
+        tail = encoder.token_spans(text[tail_shift:])
+    if len(encoder.encode_text(marker)) >= max_tokens:
+        marker = ""
+    keep = max_tokens - len(encoder.encode_text(marker))
+    while keep > 0:
+        from_head = {"left": 0, "right": keep, "middle": keep - keep // 2}[side]
+        begin = _head_end(text, head, from_head)
+        end = _tail_start(text, tail, keep - from_head, tail_shift)
+        shortened = text[:begin] + marker + text[end:]
+        excess = len(encoder.encode_text(shortened)) - max_tokens
+        if excess <= 0:
+            return shortened
+        keep -= excess
+    return marker
+
+
+def _head_end(text: str, spans: list[tuple[int, int]], count: int) -> int:
+    """Where the text of the first `count` tokens ends, between visible characters."""
+    if count <= 0:
+        return 0
+    cut = spans[count][0] if count < len(spans) else spans[-1][1]
+    return _grapheme_start(text, cut)
+
+
+def _tail_start(text: str, spans: list[tuple[int, int]], count: int, shift: int) -> int:
+    """Where the text of the last `count` tokens begins, between visible characters."""
+    if count <= 0:
+        return len(text)
+    first = len(spans) - count
+    cut = spans[first][0] + shift
+    if first > 0 and spans[first - 1][1] + shift > cut:
+        cut += 1
+    begin = _grapheme_start(text, cut)
+    return cut if begin == cut else _grapheme_end(text, begin)
+
+
+def _grapheme_start(text: str, cut: int) -> int:
+    """The last border of visible characters at or before `cut`."""
+    begin = max(0, cut - _GRAPHEME_CHARS)
+    border = begin
+    for match in _GRAPHEME.finditer(text, begin, min(len(text), cut + _GRAPHEME_CHARS)):
+        if match.end() > cut:
+            return match.start() if match.start() > begin or begin == 0 else cut
+        border = match.end()
+    return border
+
+
+def _grapheme_end(text: str, begin: int) -> int:
+    match = _GRAPHEME.match(text, begin)
+    return begin if match is None else match.end()
