@@ -1,0 +1,53 @@
+# Licensed under the Apache License, Version 2.0 (see LICENSE).
+# `make help` lists the targets. Each makes .venv first if it is missing or older than its lock.
+
+SHELL := /bin/bash
+PY := .venv/bin/python
+export PYTHON
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-unit test-e2e lint format lock check-gpu-lock build clean distclean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup:  ## make .venv for a machine without a GPU (PYTHON=python3.12 picks another Python)
+	@bash scripts/setup_env.sh
+
+demo: setup  ## train a small agent on Sokoban on the CPU; ends in outputs/demo/summary.json
+	$(PY) -m examples.sokoban.demo
+
+test: setup  ## all tests; the end-to-end ones last
+	$(PY) -m pytest -m "not e2e"
+	$(PY) -m pytest -m e2e
+
+test-unit: setup  ## the tests that start no Ray and no vLLM
+	$(PY) -m pytest -m "not e2e"
+
+test-e2e: setup  ## the end-to-end tests: Ray, vLLM and a live service
+	$(PY) -m pytest -m e2e
+
+lint: setup  ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: setup  ## let ruff rewrite what it can
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+lock: setup  ## resolve requirements/*.in into requirements/*.txt (needs PyPI; UPGRADE=1 moves every pin)
+	$(PY) scripts/lock.py $(if $(UPGRADE),--upgrade) cpu gpu
+
+check-gpu-lock: setup  ## resolve the GPU requirements again without installing, and compare (needs PyPI)
+	$(PY) scripts/lock.py --check gpu
+
+build: setup  ## wheel and source distribution into dist/
+	$(PY) -m hatchling build
+
+clean:  ## remove outputs, builds and caches
+	rm -rf outputs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean  ## and .venv
+	rm -rf .venv
