@@ -1,0 +1,132 @@
+# Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Command line of the service.
+
+    python -m recipe.agent_env.env_service my_pkg.my_env:MyEnv --name my_env-v0 --port 8000
+
+Owns: turning arguments into a registry, settings and a running server. Refuses to know: how any of them works.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import uvicorn
+
+from recipe.agent_env.env_service.app import create_app
+from recipe.agent_env.env_service.registry import EnvironmentRegistry, load_factory
+from recipe.agent_env.env_service.settings import ServiceSettings
+
+TOKEN_VARIABLE = "AGENT_ENV_SERVICE_TOKEN"
+_DEFAULTS = ServiceSettings()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipe.agent_env.env_service",
+        description="Serve Python environments over HTTP.",
+        epilog=f"A bearer token comes from --token-file or from the variable {TOKEN_VARIABLE}, never from an argument.",
+    )
+    parser.add_argument("environments", nargs="+", metavar="[NAME=]PACKAGE.MODULE:CLASS", help="what to serve")
+    parser.add_argument("--name", action="append", default=[], help="name of an environment, in order; repeatable")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s, this machine only)")
+    parser.add_argument("--port", type=int, default=8000, help="port, 0: any free one (default: %(default)s)")
+    parser.add_argument("--max-sessions", type=int, default=_DEFAULTS.max_sessions)
+    parser.add_argument("--queue-wait-s", type=float, default=_DEFAULTS.queue_wait_s)
+    parser.add_argument("--idle-timeout-s", type=float, default=_DEFAULTS.idle_timeout_s)
+    parser.add_argument("--call-timeout-s", type=float, default=_DEFAULTS.call_timeout_s)
+    parser.add_argument("--max-threads", type=int, default=_DEFAULTS.max_threads)
+    parser.add_argument("--max-body-bytes", type=int, default=_DEFAULTS.max_body_bytes)
+    parser.add_argument("--token-file", type=Path, help="file that holds the bearer token")
+    parser.add_argument("--log-steps", metavar="FILE", help="append a JSON line per initialize, reset, step and close")
+    parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
+    return parser
+
+
+def build_registry(specs: list[str], names: list[str]) -> EnvironmentRegistry:
+    """Import the environments of the command line.
+
+    Args:
+        specs: `package.module:Class`, or `name=package.module:Class`.
+        names: Names for the specs that carry none, in order; the class name where there are too few.
+
+    Raises:
+        ValueError: A spec cannot be imported, or a name is left over or taken twice.
+    """
+    registry = EnvironmentRegistry()
+    left = list(names)
+    for spec in specs:
+        name, separator, path = spec.rpartition("=")
+        factory = load_factory(path)
+        if not separator:
+            name = left.pop(0) if left else getattr(factory, "__name__", path)
+        registry.register(name, factory)
+    if left:
+        raise ValueError(f"--name {left[0]}: there is no environment left to carry it")
+    return registry
+
+
+def read_token(token_file: Path | None) -> str | None:
+    """The bearer token from a file, else from the environment, else None.
+
+    Raises:
+        ValueError: The file cannot be read or is empty.
+    """
+    if token_file is None:
+        return os.environ.get(TOKEN_VARIABLE) or None
+    try:
+        token = token_file.read_text().strip()
+    except OSError as error:
+        raise ValueError(f"--token-file {token_file}: {error.strerror}") from error
+    if not token:
+        raise ValueError(f"--token-file {token_file}: the file is empty")
+    return token
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the service until SIGINT or SIGTERM.
+
+    Returns:
+        Exit status: 0 after a clean end, 2 for wrong arguments.
+    """
+    args = build_parser().parse_args(arguments)
+    try:
+        registry = build_registry(args.environments, args.name)
+        settings = ServiceSettings(
+            max_sessions=args.max_sessions,
+            queue_wait_s=args.queue_wait_s,
+            idle_timeout_s=args.idle_timeout_s,
+            call_timeout_s=args.call_timeout_s,
+            max_threads=args.max_threads,
+            max_body_bytes=args.max_body_bytes,
+            bearer_token=read_token(args.token_file),
+            step_log_path=args.log_steps,
+        )
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    app = create_app(registry, settings)
+    config = uvicorn.Config(
+        app,
+        host=args.host,
+        port=args.port,
+        log_level=args.log_level,
+        access_log=False,
+        # Clients keep pooled connections through long generations; uvicorn's 5 s would cut them under a POST.
+        timeout_keep_alive=75,
+        # A hung environment must not hold up the end of the process.
+        timeout_graceful_shutdown=5,
+        backlog=4096,
+        server_header=False,
+    )
+    server = uvicorn.Server(config)
+    socket = config.bind_socket()
+    host, port = socket.getsockname()[:2]
+    print(f"serving {', '.join(registry.names)} at http://{host}:{port} (docs at /docs)", flush=True)
+    server.run(sockets=[socket])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
