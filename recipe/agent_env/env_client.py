@@ -4,7 +4,7 @@
 Owns the list of public names, and nothing else: import the client's parts from here. Two faces with the same names,
 `AsyncEnvClient` (aiohttp) for rollouts and `EnvClient` (requests) for notebooks and checks, share one core:
 `env_config` has the settings, `env_protocol` the calls and answers, `env_messages` the observations, `env_retry` when
-to try again, `env_errors` the failures, `tool_check` the calls against the schema. None of it imports torch, ray or verl.
+to try again, `env_errors` the failures, `tool_check` the calls against the schema. None imports torch, ray or verl.
 """
 
 from recipe.agent_env.env_client_async import AsyncEnvClient, AsyncEnvSession
