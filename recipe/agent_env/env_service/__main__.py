@@ -8,12 +8,10 @@ Owns: turning arguments into a registry, settings and a running server. Refuses 
 
 import argparse
 import os
+import socket
 import sys
 from pathlib import Path
 
-import uvicorn
-
-from recipe.agent_env.env_service.app import create_app
 from recipe.agent_env.env_service.registry import EnvironmentRegistry, load_factory
 from recipe.agent_env.env_service.settings import ServiceSettings
 
@@ -36,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--queue-wait-s", type=float, default=_DEFAULTS.queue_wait_s)
     parser.add_argument("--idle-timeout-s", type=float, default=_DEFAULTS.idle_timeout_s)
     parser.add_argument("--call-timeout-s", type=float, default=_DEFAULTS.call_timeout_s)
+    parser.add_argument("--workers", type=int, default=_DEFAULTS.workers, help="processes that hold environments")
     parser.add_argument("--max-threads", type=int, default=_DEFAULTS.max_threads)
     parser.add_argument("--max-body-bytes", type=int, default=_DEFAULTS.max_body_bytes)
     parser.add_argument("--token-file", type=Path, help="file that holds the bearer token")
@@ -99,6 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
             idle_timeout_s=args.idle_timeout_s,
             call_timeout_s=args.call_timeout_s,
             max_threads=args.max_threads,
+            workers=args.workers,
             max_body_bytes=args.max_body_bytes,
             bearer_token=read_token(args.token_file),
             step_log_path=args.log_steps,
@@ -106,6 +106,11 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    # Imported here: worker processes import this module too, and need neither.
+    import uvicorn
+
+    from recipe.agent_env.env_service.app import create_app
+
     app = create_app(registry, settings)
     config = uvicorn.Config(
         app,
@@ -120,12 +125,18 @@ def main(arguments: list[str] | None = None) -> int:
         backlog=4096,
         server_header=False,
     )
-    server = uvicorn.Server(config)
-    socket = config.bind_socket()
-    host, port = socket.getsockname()[:2]
-    print(f"serving {', '.join(registry.names)} at http://{host}:{port} (docs at /docs)", flush=True)
-    server.run(sockets=[socket])
-    return 0
+    listener = config.bind_socket()
+    host, port = listener.getsockname()[:2]
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                print(f"serving {', '.join(registry.names)} at http://{host}:{port} (docs at /docs)", flush=True)
+
+    server = Server(config)
+    server.run(sockets=[listener])
+    return 0 if server.started else 1
 
 
 if __name__ == "__main__":

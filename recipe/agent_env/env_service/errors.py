@@ -28,9 +28,17 @@ class ServiceError(Exception):
         self.retry_after_s = retry_after_s
         self.details = details
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle, for the way from a worker process to the front."""
+        return _rebuild, (self.status, self.kind, self.text, self.retry_after_s, self.details)
+
     def to_json(self) -> dict[str, Any]:
         """The body of the answer."""
         return {"error": self.kind, "message": self.text, **self.details}
+
+
+def _rebuild(status: int, kind: str, text: str, retry_after_s: int | None, details: dict[str, Any]) -> ServiceError:
+    return ServiceError(status, kind, text, retry_after_s, **details)
 
 
 def one_line(text: str, limit: int = _MAX_TEXT) -> str:

@@ -56,6 +56,10 @@ class EnvironmentRegistry:
         """The names on offer, sorted."""
         return sorted(self._factories)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle, for worker processes: factories travel by their import path."""
+        return EnvironmentRegistry, (self._factories,)
+
     def check(self, name: str, env_kwargs: dict[str, Any]) -> None:
         """Refuse a request that could never build an environment.
 
