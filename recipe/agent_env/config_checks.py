@@ -1,0 +1,206 @@
+# Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Config before anything is started: derived values, old names, and settings that cannot work together.
+
+Owns the resolvers of `config/agent_ppo_trainer.yaml` and every check whose failure should cost seconds instead of a
+cluster start. A check names the key, what was found and what to do.
+"""
+
+import importlib.util
+import logging
+import os
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from recipe.agent_env.prompt_styles.registry import get_prompt_style
+
+logger = logging.getLogger(__name__)
+
+_TRACKER_MODULES = {
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "swanlab": "swanlab",
+    "tensorboard": "tensorboard",
+    "clearml": "clearml",
+    "trackio": "trackio",
+}
+"""Trackers of verl's `trainer.logger` that need a package."""
+
+
+class ConfigError(ValueError):
+    """The config cannot work; the text names the key and the fix."""
+
+
+def register_resolvers() -> None:
+    """Resolvers of the yaml; safe to call again."""
+    OmegaConf.register_new_resolver("agent_env.add", lambda a, b: a + b, replace=True)
+    OmegaConf.register_new_resolver(
+        "agent_env.first_set", lambda *values: next((v for v in values if v is not None), None), replace=True
+    )
+    OmegaConf.register_new_resolver("agent_env.verl_config_dir", _verl_config_dir, replace=True)
+
+
+def _verl_config_dir() -> str:
+    """Folder of verl's yaml files, found without importing verl."""
+    spec = importlib.util.find_spec("verl")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError("verl is not installed: pip install the version in recipe/agent_env/REQUIRED_VERL.txt")
+    return os.path.join(next(iter(spec.submodule_search_locations)), "trainer", "config")
+
+
+def finish_config(config: DictConfig) -> DictConfig:
+    """The config that will really run: every value resolved, old names mapped and gone.
+
+    Raises:
+        ConfigError: An old name contradicts the new one, or see `check_config`.
+    """
+    config = config.copy()
+    _drop_old_critic_names(config)
+    OmegaConf.resolve(config)
+    check_config(config)
+    return config
+
+
+def _drop_old_critic_names(config: DictConfig) -> None:
+    """`critic.model.fsdp_config` is `critic.fsdp` since verl 0.9; the yaml maps the values, the old key goes."""
+    old = config.critic.model.fsdp_config
+    for name, value in old.items():
+        if value is None:
+            continue
+        logger.warning(
+            "critic.model.fsdp_config.%s=%s: verl 0.9 calls it critic.fsdp.%s; taken as that", name, value, name
+        )
+        if config.critic.fsdp[name] != value:
+            raise ConfigError(
+                f"critic.model.fsdp_config.{name}={value} and critic.fsdp.{name}={config.critic.fsdp[name]} contradict "
+                f"each other: keep critic.fsdp.{name}, the name since verl 0.9"
+            )
+        config.critic.fsdp[name] = value
+    for name in config.critic.fsdp:
+        if OmegaConf.is_interpolation(config.critic.fsdp, name):
+            config.critic.fsdp[name] = config.critic.fsdp[name]
+    with open_dict(config.critic.model):
+        del config.critic.model.fsdp_config
+
+
+def check_config(config: DictConfig) -> None:
+    """Contradictions and missing packages, before Ray starts.
+
+    Raises:
+        ConfigError: Names the key, the value and the fix.
+    """
+    _check_trackers(config)
+    _check_required(config)
+    _check_lengths(config)
+    _check_env(config)
+    _check_trainer(config)
+
+
+def _fail_unless(condition: bool, text: str) -> None:
+    if not condition:
+        raise ConfigError(text)
+
+
+def _check_trackers(config: DictConfig) -> None:
+    logger_names = config.trainer.logger
+    for name in [logger_names] if isinstance(logger_names, str) else logger_names:
+        module = _TRACKER_MODULES.get(name)
+        _fail_unless(
+            module is None or importlib.util.find_spec(module) is not None,
+            f"trainer.logger names {name!r}, but the package {module!r} is not installed (verl does not bring it): "
+            f"pip install {module}, or leave it out of trainer.logger",
+        )
+
+
+def _check_required(config: DictConfig) -> None:
+    for key in ("actor_rollout_ref.model.path", "data.train_files", "data.val_files", "env.environment_endpoint"):
+        _fail_unless(bool(OmegaConf.select(config, key)), f"{key} is not set")
+    endpoint = config.env.environment_endpoint
+    _fail_unless(
+        isinstance(endpoint, str) and endpoint.startswith(("http://", "https://")),
+        f"env.environment_endpoint: expected an http:// or https:// URL, got {endpoint!r}",
+    )
+    try:
+        get_prompt_style(config.data.agent_prompt_style)
+    except (KeyError, ValueError) as exc:
+        raise ConfigError(f"data.agent_prompt_style: {exc}") from exc
+
+
+def _check_lengths(config: DictConfig) -> None:
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    for key in ("max_prompt_length", "max_response_length"):
+        _fail_unless(data[key] >= 1, f"data.{key}: expected at least 1, got {data[key]}")
+    context = data.max_prompt_length + data.max_response_length
+    _fail_unless(
+        rollout.max_model_len is not None and rollout.max_model_len >= context,
+        f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} is less than data.max_prompt_length + "
+        f"data.max_response_length = {context}: leave it out (it is derived), or shorten the lengths",
+    )
+    for key, length in (("prompt_length", data.max_prompt_length), ("response_length", data.max_response_length)):
+        _fail_unless(
+            rollout[key] == length,
+            f"actor_rollout_ref.rollout.{key}={rollout[key]} differs from data.max_{key}={length}: set only that key",
+        )
+    limit = config.env.max_observation_tokens
+    _fail_unless(limit is None or limit >= 1, f"env.max_observation_tokens: expected null or at least 1, got {limit}")
+    _fail_unless(
+        data.truncation in ("error", "left", "right", "middle"),
+        f"data.truncation: expected error, left, right or middle, got {data.truncation!r}",
+    )
+
+
+def _check_env(config: DictConfig) -> None:
+    env = config.env
+    for key in ("max_turn", "max_concurrent_episodes"):
+        _fail_unless(env[key] >= 1, f"env.{key}: expected at least 1, got {env[key]}")
+    _fail_unless(
+        env.max_episode_restarts >= 0, f"env.max_episode_restarts: expected at least 0, got {env.max_episode_restarts}"
+    )
+    for key in ("request_timeout_s", "connect_timeout_s", "episode_timeout_s", "keepalive_s"):
+        _fail_unless(env[key] > 0, f"env.{key}: expected more than 0 seconds, got {env[key]}")
+    _fail_unless(
+        0 <= env.max_failed_fraction <= 1, f"env.max_failed_fraction: expected 0 to 1, got {env.max_failed_fraction}"
+    )
+    _fail_unless(
+        env.on_parse_error in ("feedback", "terminate"),
+        f"env.on_parse_error: expected feedback or terminate, got {env.on_parse_error!r}",
+    )
+    num_tokens = sum(env[key] is not None for key in ("bearer_token", "bearer_token_file", "bearer_token_env"))
+    _fail_unless(
+        num_tokens <= 1, "env.bearer_token, env.bearer_token_file and env.bearer_token_env: set at most one of them"
+    )
+
+
+def _check_trainer(config: DictConfig) -> None:
+    _fail_unless(
+        not config.trainer.use_v1,
+        "trainer.use_v1=True: this recipe runs on verl's RayPPOTrainer; leave trainer.use_v1 out",
+    )
+    _fail_unless(
+        not config.reward.reward_model.enable,
+        "reward.reward_model.enable=True: rewards come from the environment service; leave the reward model out",
+    )
+    rollout = config.actor_rollout_ref.rollout
+    grouped = ("grpo", "grpo_passk", "rloo", "rloo_vectorized", "opo", "reinforce_plus_plus_baseline")
+    _fail_unless(
+        str(config.algorithm.adv_estimator) not in grouped or rollout.n > 1,
+        f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares the rollouts of one row, but "
+        f"actor_rollout_ref.rollout.n={rollout.n}: set actor_rollout_ref.rollout.n to 2 or more",
+    )
+    num_gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    engine_size = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+    _fail_unless(
+        num_gpus % engine_size == 0,
+        f"trainer.n_gpus_per_node * trainer.nnodes = {num_gpus} is not divisible by the size of one inference engine "
+        f"({engine_size}; actor_rollout_ref.rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size})",
+    )
+
+
+def describe(config: DictConfig) -> dict[str, Any]:
+    """What each length key became, for the start of the log."""
+    return {
+        "context read on any turn": config.data.max_prompt_length,
+        "tokens sampled per turn": config.data.max_response_length,
+        "engine context": config.actor_rollout_ref.rollout.max_model_len,
+        "turns": config.env.max_turn,
+    }
