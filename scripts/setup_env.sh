@@ -60,13 +60,13 @@ if is_supported "$VENV/bin/python"; then
 else
     python=$(find_python)
     rm -rf "$VENV"
-    say "making $VENV with Python $(python_version "$python"); downloads about 1.5 GB, takes 5 to 10 minutes"
+    say "making $VENV with Python $(python_version "$python"); 4 GB on disk, takes 5 to 10 minutes"
     "$python" -m venv "$VENV" || fail "'$python -m venv' failed; Debian and Ubuntu keep it in the package python3-venv"
 fi
 
 started=$SECONDS
 elapsed() { echo "$((SECONDS - started)) s"; }
-install() { "$VENV/bin/python" -m pip install -qq --no-deps --retries 10 --no-input --disable-pip-version-check "$@"; }
+install() { "$VENV/bin/python" -m pip install -qq --no-deps --retries 6 --no-input --disable-pip-version-check "$@"; }
 
 say "1/4 $TORCH"
 log=$(mktemp)
