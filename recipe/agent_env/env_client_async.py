@@ -126,12 +126,14 @@ class AsyncEnvSession(SessionState):
     def _start_keepalive(self) -> None:
         """Keep the session from expiring while the model thinks, where the service has a call for that."""
         if self.capabilities.keepalive and self.capabilities.idle_timeout_s is not None:
-            interval_s = self.capabilities.idle_timeout_s / 3
-            self._keepalive_task = asyncio.get_running_loop().create_task(self._keep_alive(interval_s))
+            self._keepalive_task = asyncio.get_running_loop().create_task(
+                self._keep_alive(self.capabilities.idle_timeout_s)
+            )
 
-    async def _keep_alive(self, interval_s: float) -> None:
-        """Call keepalive whenever nothing else was called for `interval_s`, until cancelled or the session is gone."""
-        timeout_s = min(interval_s, self._client.config.request_timeout_s)
+    async def _keep_alive(self, idle_timeout_s: float) -> None:
+        """Call keepalive after each third of the idle limit without a call, until cancelled or the session is gone."""
+        interval_s = idle_timeout_s / 3
+        timeout_s = min(idle_timeout_s - interval_s, self._client.config.request_timeout_s)
         call = self._client.protocol.keepalive(self.env_name, self.env_id, timeout_s=timeout_s)
         while True:
             idle_s = time.monotonic() - self._last_call_at

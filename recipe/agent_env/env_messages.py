@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ Message = dict[str, Any]
 _MEDIA_KINDS = frozenset(
     {"image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url"}
 )
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class MalformedAnswer(ValueError):
@@ -266,11 +268,7 @@ def _wire_call(call: object, index: int) -> dict[str, Any]:
 def scrub_surrogates(value: Any) -> Any:
     r"""Replace lone surrogates (`"\ud800"`) in a decoded answer: no tokenizer or file can hold them."""
     if isinstance(value, str):
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError:
-            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return value
+        return _SURROGATE.sub("\ufffd", value)
     if isinstance(value, list):
         return [scrub_surrogates(item) for item in value]
     if isinstance(value, dict):

@@ -514,7 +514,7 @@ def _encode(body: dict[str, Any]) -> bytes:
 def _decode(body: bytes) -> dict[str, Any]:
     """An answer's JSON object."""
     try:
-        text = body.decode("utf-8-sig")
+        text = body.decode("utf-8").removeprefix("\ufeff")
         reply = json.loads(text)
     except ValueError as exc:  # covers bad UTF-8, bad JSON and integers of absurd length
         raise MalformedAnswer("a JSON object in UTF-8", f"{type(exc).__name__}: {str(exc)[:80]}") from exc
