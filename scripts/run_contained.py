@@ -11,7 +11,6 @@ after a grace period is named and killed. Refuses to touch any process that the 
 import ctypes
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -61,6 +60,19 @@ def descendants() -> dict[int, str]:
     return commands
 
 
+def wait_for(pid: int) -> int:
+    """Wait for one child and collect adopted ones meanwhile: whoever waits for an orphan to go must not see a zombie.
+
+    Returns:
+        The exit code as a shell reports it, 128 plus the signal's number when a signal ended the child.
+    """
+    while True:
+        ended, status = os.waitpid(-1, 0)
+        if ended == pid:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+
+
 def reap() -> None:
     """Collect adopted children that have ended."""
     try:
@@ -104,13 +116,11 @@ def main() -> int:
         print(__doc__, file=sys.stderr)
         return os.EX_USAGE
     adopt_orphans()
-    process = subprocess.Popen(sys.argv[1:])
+    pid = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ)
     # Ctrl-C reaches the command by itself (same terminal); a SIGTERM sent to this process only has to be passed on.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
-    code = process.wait()
-    # As a shell reports a command that a signal ended.
-    code = code if code >= 0 else 128 - code
+    signal.signal(signal.SIGTERM, lambda number, frame: os.kill(pid, number))
+    code = wait_for(pid)
     killed = kill_leftovers(GRACE_S)
     for line in killed:
         print(f"left running: {line}", file=sys.stderr)

@@ -3,6 +3,7 @@
 
 import subprocess
 import sys
+import tempfile
 
 import psutil
 import pytest
@@ -35,6 +36,15 @@ def test_process_that_left_its_session_is_named_killed_and_fails_the_run():
     assert result.returncode == 70
     assert "sleep 987" in result.stderr
     assert not any(process.info["cmdline"] == ["sleep", "987"] for process in psutil.process_iter(["cmdline"]))
+
+
+def test_orphans_that_ended_are_collected_while_the_command_runs():
+    """A zombie would look alive to a clean-up that waits for a process to go."""
+    wait = 'while kill -0 $(cat "$0") 2>/dev/null; do sleep 0.02; done'
+    start = 'sh -c "sleep 0.1 & echo \\$! >$0"'
+    with tempfile.NamedTemporaryFile() as pid_file:
+        result = run_contained("sh", "-c", f"{start}; {wait}; echo gone", pid_file.name)
+    assert (result.returncode, result.stdout) == (0, "gone\n")
 
 
 def test_failing_command_keeps_its_code_when_it_leaves_a_process():
