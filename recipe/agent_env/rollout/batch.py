@@ -49,35 +49,36 @@ def assemble(episodes: Sequence[Episode], *, pad_token_id: int, passed_on: dict[
     max_prompt = max(len(row) for row in prompt_rows)
     max_response = max(len(row) for row in response_rows)
 
-    input_ids = torch.full((num_rows, max_prompt + max_response), pad_token_id, dtype=torch.int64)
-    attention_mask = torch.zeros_like(input_ids)
-    response_mask = torch.zeros((num_rows, max_response), dtype=torch.int64)
-    rewards = torch.zeros((num_rows, max_response), dtype=torch.float32)
+    input_ids = np.full((num_rows, max_prompt + max_response), pad_token_id, dtype=np.int64)
+    attention_mask = np.zeros_like(input_ids)
+    response_mask = np.zeros((num_rows, max_response), dtype=np.int64)
+    rewards = np.zeros((num_rows, max_response), dtype=np.float32)
     has_log_probs = all(e.log_probs is not None for e in episodes if not e.is_masked)
-    log_probs = torch.zeros_like(rewards) if has_log_probs else None
+    log_probs = np.zeros_like(rewards) if has_log_probs else None
     for i, (episode, prompt, response) in enumerate(zip(episodes, prompt_rows, response_rows, strict=True)):
         start, stop = max_prompt - len(prompt), max_prompt + len(response)
-        input_ids[i, start:max_prompt] = torch.from_numpy(prompt)
-        input_ids[i, max_prompt:stop] = torch.from_numpy(response)
+        input_ids[i, start:max_prompt] = prompt
+        input_ids[i, max_prompt:stop] = response
         attention_mask[i, start:stop] = 1
         if episode.is_masked:
             continue
-        response_mask[i, : len(response)] = torch.from_numpy(episode.response_mask)
-        rewards[i, : len(response)] = torch.from_numpy(episode.rewards)
+        response_mask[i, : len(response)] = episode.response_mask
+        rewards[i, : len(response)] = episode.rewards
         if log_probs is not None:
-            log_probs[i, : len(response)] = torch.from_numpy(episode.log_probs)
+            log_probs[i, : len(response)] = episode.log_probs
 
-    tensors = {
-        "prompts": input_ids[:, :max_prompt].clone(),
-        "responses": input_ids[:, max_prompt:].clone(),
+    arrays = {
+        "prompts": input_ids[:, :max_prompt].copy(),
+        "responses": input_ids[:, max_prompt:].copy(),
         "input_ids": input_ids,
         "attention_mask": attention_mask,
-        "position_ids": (attention_mask.cumsum(dim=-1) - 1).clamp_(min=0),
+        "position_ids": np.maximum(attention_mask.cumsum(axis=-1) - 1, 0),
         "response_mask": response_mask,
         "rm_scores": rewards,
     }
     if log_probs is not None:
-        tensors["rollout_log_probs"] = log_probs
+        arrays["rollout_log_probs"] = log_probs
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     columns = {**passed_on, **episode_columns(episodes)}
     output = DataProto(
         batch=TensorDict(tensors, batch_size=num_rows),

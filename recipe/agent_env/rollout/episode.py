@@ -166,6 +166,7 @@ class _Attempt:
     """What one attempt has gathered so far."""
 
     ledger: TokenLedger | None = None
+    turn: int = 0
     engine_ids: list[int] = field(default_factory=list)
     episode_return: float = 0.0
     last_info: dict[str, Any] = field(default_factory=dict)
@@ -210,8 +211,7 @@ async def play_episode(
         except Exception as exc:  # an unforeseen fault masks this row and is counted; it must not end the others' run
             failure = f"{type(exc).__name__}: {exc}"
             logger.exception("episode %s failed on an unforeseen error", spec)
-        num_turns = len(attempt.ledger.spans) if attempt.ledger else 0
-        failure = f"{failure} [episode {spec.env_name!r} seed {spec.seed}, turn {num_turns + 1}]"
+        failure = f"{failure} [episode {spec.env_name!r} seed {spec.seed}, turn {attempt.turn}]"
         logger.warning("attempt %d of %d failed: %s", num_restarts + 1, rules.max_episode_restarts + 1, failure)
     failed = _Attempt(service=attempt.service)
     return _finish(failed, EndReason.FAILED, rules=rules, num_restarts=rules.max_episode_restarts, failure=failure)
@@ -255,6 +255,7 @@ async def _play_turns(
     """Turn by turn until something ends the episode."""
     assert attempt.ledger is not None
     for turn in range(rules.max_turn):
+        attempt.turn = turn + 1
         reply_ids = await _sample_turn(attempt, turn, sample=sample, rules=rules)
         observation, end_reason = await _answer_turn(attempt, session, reply_ids, tokenizer=tokenizer, rules=rules)
         if end_reason is not None:
