@@ -324,7 +324,7 @@ class AsyncEnvClient:
             self.spawn(self._close_late(call, task))
             raise
         if task.cancelled():
-            raise self.protocol.unreachable(call, RuntimeError("the client was closed meanwhile"), was_sent=True)
+            raise self.protocol.abandoned(call)
         if task.done():
             return task.result()
         if self._late_count < self._late_limit:
@@ -358,7 +358,7 @@ class AsyncEnvClient:
         if call.body is not None:
             headers["Content-Type"] = "application/json"
         try:
-            async with self._http_session().request(
+            async with self._http_session(call).request(
                 call.method,
                 URL(call.url, encoded=True),
                 data=call.body,
@@ -393,8 +393,10 @@ class AsyncEnvClient:
                 raise self.protocol.too_long(call)
         return bytes(body)
 
-    def _http_session(self) -> aiohttp.ClientSession:
+    def _http_session(self, call: Call) -> aiohttp.ClientSession:
         """The one HTTP session, made on first use since it belongs to the running loop."""
+        if self._http is not None and self._http.closed:
+            raise self.protocol.abandoned(call)
         if self._http is None:
             connector = aiohttp.TCPConnector(
                 limit=self.config.max_concurrent_episodes + self._late_limit,

@@ -279,6 +279,11 @@ class EnvProtocol:
             EnvTimeoutError, call, "an answer", got, advice, may_have_been_applied=was_sent, is_transient=not was_sent
         )
 
+    def abandoned(self, call: Call) -> EnvUnreachableError:
+        """The error for a call that our own side gave up because the client was closed."""
+        advice = "close the client only after its episodes"
+        return self._error(EnvUnreachableError, call, "an answer", "nothing, the client was closed meanwhile", advice)
+
     def too_long(self, call: Call) -> EnvProtocolError:
         """The error for an answer above the size limit."""
         limit = self._config.max_response_bytes

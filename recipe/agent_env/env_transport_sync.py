@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from http.client import BadStatusLine, LineTooLong, RemoteDisconnected, UnknownProtocol
 from http.cookiejar import DefaultCookiePolicy
 from types import TracebackType
 from typing import Any
@@ -56,6 +57,7 @@ class SyncTransport:
         Raises:
             EnvUnreachableError, EnvTimeoutError, EnvProtocolError: No answer, not in time, or too long.
         """
+        connect_limit_s = min(self._config.connect_timeout_s, call.timeout_s)
         headers = dict(call.headers)
         if call.body is not None:
             headers["Content-Type"] = "application/json"
@@ -66,30 +68,27 @@ class SyncTransport:
                     call.url,
                     data=call.body,
                     headers=headers,
-                    timeout=(min(self._config.connect_timeout_s, call.timeout_s), call.timeout_s),
+                    timeout=(connect_limit_s, call.timeout_s),
                     allow_redirects=False,
                     stream=True,
                 ) as response:
-                    body = self._read(response, call)
-                    return Answer(
+                    answer = Answer(
                         status=response.status_code,
-                        body=body,
+                        body=self._read(response, call),
                         retry_after=response.headers.get("Retry-After"),
                         location=response.headers.get("Location"),
                     )
-            except (
-                requests.Timeout,
-                requests.RequestException,
-                urllib3.exceptions.HTTPError,
-                OSError,
-                ValueError,
-            ) as exc:
+            except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as exc:
                 if watch.has_expired or isinstance(exc, requests.ReadTimeout):
                     raise self._protocol.timed_out(call, was_sent=watch.was_sent, limit_s=call.timeout_s) from exc
                 if isinstance(exc, requests.ConnectTimeout):
-                    limit_s = min(self._config.connect_timeout_s, call.timeout_s)
-                    raise self._protocol.timed_out(call, was_sent=False, limit_s=limit_s) from exc
+                    raise self._protocol.timed_out(call, was_sent=False, limit_s=connect_limit_s) from exc
+                if _is_no_http(exc):
+                    raise self._protocol.not_http(call, exc) from exc
                 raise self._protocol.unreachable(call, exc, was_sent=watch.was_sent) from exc
+        if watch.has_expired:  # http.client takes a connection shut in mid-header for the end of the headers
+            raise self._protocol.timed_out(call, was_sent=True, limit_s=call.timeout_s)
+        return answer
 
     def _read(self, response: requests.Response, call: Call) -> bytes:
         """The whole body, within the size limit."""
@@ -103,6 +102,15 @@ class SyncTransport:
     def close(self) -> None:
         """Drop all pooled connections."""
         self._session.close()
+
+
+def _is_no_http(exc: BaseException | None) -> bool:
+    """Whether bytes came that are no HTTP answer, somewhere in a chain of exceptions."""
+    while exc is not None:
+        if isinstance(exc, (BadStatusLine, LineTooLong, UnknownProtocol)):
+            return not isinstance(exc, RemoteDisconnected)
+        exc = exc.__cause__ or exc.__context__
+    return False
 
 
 class _Watch:
