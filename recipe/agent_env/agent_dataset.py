@@ -18,6 +18,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.utils.data import Dataset
 
 from recipe.agent_env.prompt_styles.base import PromptStyle
+from recipe.agent_env.prompt_styles.encoder import Side
 from recipe.agent_env.prompt_styles.errors import Message
 from recipe.agent_env.prompt_styles.registry import get_prompt_style
 
@@ -198,14 +199,14 @@ class EpisodeTokenizer:
             raise ValueError(f"data.truncation: expected error, left, right or middle, got {truncation!r}")
         self.style = style
         self._max_prompt_length = max_prompt_length
-        self._truncation = truncation
+        self._truncation: Any = truncation
         self._max_observation_tokens = max_observation_tokens
 
     @classmethod
     def from_config(cls, config: DictConfig, tokenizer: Any) -> "EpisodeTokenizer":
         """Build it from the whole config and the model's tokenizer."""
         style_cls = get_prompt_style(config.data.agent_prompt_style)
-        options = OmegaConf.to_container(config.data.agent_prompt_style_kwargs)
+        options: Any = OmegaConf.to_container(config.data.agent_prompt_style_kwargs)
         return cls(
             style_cls(tokenizer, **options),
             max_prompt_length=config.data.max_prompt_length,
@@ -274,7 +275,7 @@ class EpisodeTokenizer:
     def _num_text_tokens(self, message: Message) -> int:
         return len(self.style.encode_text(message["content"]))
 
-    def _cut_messages(self, messages: list[Message], max_tokens: int, side: str) -> list[Message]:
+    def _cut_messages(self, messages: list[Message], max_tokens: int, side: Side) -> list[Message]:
         """Shorten the longest texts until all together have at most `max_tokens`; system text stays whole."""
         cuttable = [i for i, message in enumerate(messages) if message["role"] != "system"]
         lengths = {i: self._num_text_tokens(messages[i]) for i in cuttable}

@@ -65,6 +65,7 @@ def env_client_config(config: DictConfig, *, num_sharers: int = 1) -> EnvClientC
         num_sharers: Processes that share `env.max_concurrent_episodes`; each gets its part, at least one.
     """
     env = config.env
+    headers: Any = OmegaConf.to_container(env.headers)
     return EnvClientConfig(
         endpoint=env.environment_endpoint,
         request_timeout_s=env.request_timeout_s,
@@ -74,7 +75,7 @@ def env_client_config(config: DictConfig, *, num_sharers: int = 1) -> EnvClientC
         bearer_token=env.bearer_token,
         bearer_token_file=env.bearer_token_file,
         bearer_token_env=env.bearer_token_env,
-        headers=OmegaConf.to_container(env.headers),
+        headers=headers,
         verify_tls=env.verify_tls,
         ca_file=env.ca_file,
         proxy=env.proxy,
