@@ -47,8 +47,8 @@ async def connect(face: str, url: str, **settings: Any) -> AsyncIterator[Any]:
         async with AsyncEnvClient(config) as client:
             yield client
     else:
-        client = EnvClient(config)
+        sync_client = EnvClient(config)
         try:
-            yield Threaded(client)
+            yield Threaded(sync_client)
         finally:
-            await asyncio.to_thread(client.close)
+            await asyncio.to_thread(sync_client.close)

@@ -135,10 +135,33 @@ async def test_dropped_step_is_never_repeated(server, face, after):
         await session.step(ACTION)
         with pytest.raises(EnvUnreachableError, match="see the service's log for a crash or restart") as caught:
             await session.step(ACTION)
+        with pytest.raises(RuntimeError, match="may have been applied; reset the session or open a new one"):
+            await session.step(ACTION)
     assert caught.value.may_have_been_applied is True
     assert (caught.value.env_id, len(server.calls("step"))) == (server.episodes[0].env_id, 2)
     assert server.episodes[0].rewards == ([0.25, 0.5] if after else [0.25])
     assert server.live_count == 0
+
+
+@both_faces
+async def test_step_that_was_surely_not_applied_may_be_tried_again(server, face):
+    server.fault("status", call="step", status=422)
+    async with connect(face, server.url) as client:
+        session = await client.open(env_name="game")
+        with pytest.raises(EnvRejectedError):
+            await session.step(ACTION)
+        assert (await session.step(ACTION)).reward == 0.25
+
+
+@both_faces
+async def test_reset_settles_the_doubt_about_a_failed_step(server, face):
+    server.fault("drop", call="step", after=True)
+    async with connect(face, server.url) as client:
+        session = await client.open(env_name="game")
+        with pytest.raises(EnvUnreachableError):
+            await session.step(ACTION)
+        await session.reset()
+        assert (await session.step(ACTION)).reward == 0.25
 
 
 @both_faces

@@ -31,13 +31,13 @@ def make_tls_files(folder: Path) -> dict[str, Any]:
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, owner)])
         paths[f"{owner}_cert"] = _write_cert(folder / f"{owner}.pem", _sign(name, ca_name, key, ca_key))
         paths[f"{owner}_key"] = _write_key(folder / f"{owner}.key", key)
-    for name in ("server_context", "strict_server_context"):
+    for context_name in ("server_context", "strict_server_context"):
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(paths["server_cert"], paths["server_key"])
-        if name == "strict_server_context":
+        if context_name == "strict_server_context":
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(paths["ca"])
-        paths[name] = context
+        paths[context_name] = context
     return paths
 
 

@@ -60,7 +60,7 @@ class AsyncEnvSession(SessionState):
     async def step(self, action: Message) -> StepResult:
         """Play one assistant message.
 
-        After a failure that may have been applied, only a service with `step_dedup` may be asked again.
+        After a failure that may have been applied, only a service with `step_dedup` can be asked again.
 
         Args:
             action: `tool_calls` may be missing or null; it is always sent.
@@ -68,12 +68,16 @@ class AsyncEnvSession(SessionState):
         Raises:
             EnvError: The service failed; whether it played the action is in `may_have_been_applied`.
             ValueError: The action cannot be sent.
-            RuntimeError: The session is closed.
+            RuntimeError: The session is closed, or an earlier step of it failed and may have been applied.
         """
         self.raise_if_closed(self._close_task is not None)
         call = self.next_step_call(self._client.protocol, action)
-        result = await self._client.perform(call, read_step)
-        self.count_step()
+        try:
+            result = await self._client.perform(call, read_step)
+        except EnvError as exc:
+            self.end_step(exc)
+            raise
+        self.end_step()
         self._last_call_at = time.monotonic()
         return result
 

@@ -52,8 +52,13 @@ class EnvSession(SessionState):
     def step(self, action: Message) -> StepResult:
         """Play one assistant message; see `AsyncEnvSession.step`."""
         self.raise_if_closed(self._is_closed)
-        result = self._client.perform(self.next_step_call(self._client.protocol, action), read_step)
-        self.count_step()
+        call = self.next_step_call(self._client.protocol, action)
+        try:
+            result = self._client.perform(call, read_step)
+        except EnvError as exc:
+            self.end_step(exc)
+            raise
+        self.end_step()
         return result
 
     def reset(self, *, seed: int | None = None, options: object = None) -> list[Message]:

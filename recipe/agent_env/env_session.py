@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from recipe.agent_env.env_errors import EnvError
 from recipe.agent_env.env_messages import Message
 from recipe.agent_env.env_protocol import Call, Capabilities, EnvProtocol, StartReply
 from recipe.agent_env.tool_check import ToolChecker
@@ -59,6 +60,7 @@ class SessionState:
         """Whether several calls in one turn are allowed."""
         self._tool_checker = ToolChecker([])
         self._step_index = 0
+        self._is_in_doubt = False
 
     def take_start(self, start: StartReply) -> None:
         """Note the answer of `initialize` or `reset`, after which steps count from 0 again."""
@@ -66,6 +68,7 @@ class SessionState:
         self.info = start.info
         self.is_terminated = start.is_terminated
         self._step_index = 0
+        self._is_in_doubt = False
 
     def take_tools(self, tools_schema: list[dict[str, Any]]) -> None:
         """Note the tools, and compile their checks once."""
@@ -77,13 +80,27 @@ class SessionState:
         return self._tool_checker.check(message)
 
     def next_step_call(self, protocol: EnvProtocol, action: Message) -> Call:
-        """The next step; carries its index where the service uses it to apply a repeated step once."""
-        step_index = self._step_index if self.capabilities.step_dedup else None
-        return protocol.step(self.env_name, self.env_id, action, step_index=step_index)
+        """The next step; carries its index where the service uses it to apply a repeated step once.
 
-    def count_step(self) -> None:
-        """Note that the step of `next_step_call` was answered."""
-        self._step_index += 1
+        Elsewhere the session is in doubt from here on, until `end_step` tells how the step went: a step that may have
+        been applied must not be followed by another try.
+        """
+        if self._is_in_doubt:
+            raise RuntimeError(
+                f"a step of session {self.env_id!r} of {self.env_name!r} is under way, or failed and may have been "
+                "applied; reset the session or open a new one"
+            )
+        step_index = self._step_index if self.capabilities.step_dedup else None
+        call = protocol.step(self.env_name, self.env_id, action, step_index=step_index)
+        self._is_in_doubt = step_index is None
+        return call
+
+    def end_step(self, failure: EnvError | None = None) -> None:
+        """Note how the step of `next_step_call` went."""
+        if failure is None:
+            self._step_index += 1
+        if failure is None or not failure.may_have_been_applied:
+            self._is_in_doubt = False
 
     def raise_if_closed(self, is_closed: bool) -> None:
         """Refuse calls on a session that was closed."""
