@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.agent_env.prompt_styles.base import PromptStyleError, StyleOptions
-from recipe.agent_env.prompt_styles.registry import get_prompt_style
+from recipe.agent_env.prompt_styles import PromptStyleError, get_prompt_style
 from tests.prompt_styles.tokenizers import qwen2_5_tokenizer, small_tokenizer
 
 GOLDEN = [
@@ -109,7 +108,8 @@ def test_wire_arguments_are_rendered_as_an_object(style, tokenizer):
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a":1,"b":"é"}'}}
     ids = style.encode_prompt([{"role": "assistant", "content": "x", "tool_calls": [call]}], None, add_header=False)
     assert tokenizer.decode(ids).endswith(
-        '<|im_start|>assistant\nx\n<tool_call>\n{"name": "f", "arguments": {"a": 1, "b": "é"}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>assistant\nx\n<tool_call>\n"
+        '{"name": "f", "arguments": {"a": 1, "b": "é"}}\n</tool_call><|im_end|>\n'
     )
     assert ids.count(TOOL_CALL) == 1
 
@@ -120,7 +120,7 @@ def test_empty_tools_are_no_tools(style):
 
 
 def test_stop_settings_for_the_engine(tokenizer):
-    style = get_prompt_style("qwen2_5")(tokenizer, StyleOptions(stop=("</action>",)))
+    style = get_prompt_style("qwen2_5")(tokenizer, stop=("</action>",))
     assert style.stop_token_ids == [IM_END]
     assert style.end_of_turn_ids == (IM_END,)
     assert style.stop == ["</action>"]
@@ -129,14 +129,14 @@ def test_stop_settings_for_the_engine(tokenizer):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (StyleOptions(template_kwargs={"enable_thinking": False}), "no switches .enable_thinking."),
-        (StyleOptions(tool_parser="glm"), "as hermes, not glm"),
+        ({"enable_thinking": False}, "no switches .enable_thinking."),
+        ({"tool_parser": "glm"}, "as hermes, not glm"),
     ],
     ids=["template switch", "other parser"],
 )
 def test_options_without_meaning_are_refused(tokenizer, options, message):
     with pytest.raises(PromptStyleError, match=message):
-        get_prompt_style("qwen2_5")(tokenizer, options)
+        get_prompt_style("qwen2_5")(tokenizer, **options)
 
 
 def test_tokenizer_without_chatml_tokens_is_refused():

@@ -13,63 +13,48 @@ Rules that hold for every style:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 from recipe.agent_env.prompt_styles.encoder import Piece, PieceEncoder, Side
-from recipe.agent_env.prompt_styles.errors import Message, PromptStyleError
+from recipe.agent_env.prompt_styles.errors import Message
 from recipe.agent_env.prompt_styles.messages import ChatMessage, normalise
-from recipe.agent_env.prompt_styles.replies import CallParser, CallText, ParsedReply, ReplyError, build_reply
+from recipe.agent_env.prompt_styles.replies import CallText, ParsedReply, build_reply
 from recipe.agent_env.prompt_styles.truncation import truncate
-
-__all__ = [
-    "DEFAULT_MARKER",
-    "Message",
-    "ParsedReply",
-    "PromptStyle",
-    "PromptStyleError",
-    "ReplyError",
-    "StyleOptions",
-]
 
 DEFAULT_MARKER = "\n[... cut ...]\n"
 """Stands where `truncate_text` took text away."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StyleOptions:
-    """What a run may choose about its style."""
-
-    tool_parser: str | None = None
-    """How the family writes calls; None: the style's own choice. `qwen2_5` has only one."""
-
-    template_kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """Switches of the chat template, such as `enable_thinking`."""
-
-    stop: tuple[str, ...] = ()
-    """Strings at which the engine shall end a turn."""
-
-    strict_history: bool = False
-    """Refuse a template that rewrites earlier turns, instead of keeping them as they were sampled."""
-
-
 class PromptStyle(ABC):
     """Turns messages into token ids and sampled ids into a message, for one model family."""
 
-    def __init__(self, tokenizer: Any, options: StyleOptions | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        tool_parser: str | None = None,
+        stop: Sequence[str] = (),
+        strict_history: bool = False,
+        **template_kwargs: Any,
+    ) -> None:
         """Build the style for one tokenizer.
 
         Args:
             tokenizer: The model's Hugging Face fast tokenizer.
-            options: Choices of the run.
+            tool_parser: How the model writes calls; None: the style's own choice.
+            stop: Strings at which the engine shall end a turn, besides the end-of-turn token.
+            strict_history: Refuse a chat template that rewrites earlier turns, instead of keeping them as sampled.
+            template_kwargs: Switches of the chat template, such as `enable_thinking`.
 
         Raises:
-            PromptStyleError: The tokenizer lacks what the family's format needs.
+            PromptStyleError: The tokenizer lacks what the format needs, or an option has no meaning in this style.
         """
         self.tokenizer = tokenizer
-        self.options = options or StyleOptions()
+        self.tool_parser = tool_parser
+        self.stop = [str(text) for text in stop]
+        self.strict_history = strict_history
+        self.template_kwargs = template_kwargs
         self._encoder = PieceEncoder(tokenizer)
 
     @property
@@ -82,11 +67,6 @@ class PromptStyle(ABC):
     def parse_stop_ids(self) -> frozenset[int]:
         """Ids at which the reading of a reply ends."""
 
-    @property
-    @abstractmethod
-    def call_parser(self) -> CallParser:
-        """Takes the text of a reply apart."""
-
     @abstractmethod
     def prompt_pieces(
         self, messages: list[ChatMessage], tools: list[dict[str, Any]] | None, *, add_header: bool
@@ -97,15 +77,14 @@ class PromptStyle(ABC):
     def observation_pieces(self, messages: list[ChatMessage], *, turn_is_closed: bool, add_header: bool) -> list[Piece]:
         """The text between the last sampled token of a turn and the next sampled token."""
 
+    @abstractmethod
+    def parse_text(self, text: str, tools: Sequence[Message] | None) -> CallText:
+        """Take the text of a reply apart. Must not raise, whatever the text."""
+
     @property
     def stop_token_ids(self) -> list[int]:
         """Ids at which the engine must end a turn."""
         return list(self.end_of_turn_ids)
-
-    @property
-    def stop(self) -> list[str]:
-        """Strings at which the engine must end a turn."""
-        return list(self.options.stop)
 
     def encode_prompt(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, *, add_header: bool = True
@@ -185,5 +164,4 @@ class PromptStyle(ABC):
             The assistant message, the first error or None, and how many calls were found and broken.
         """
         text = self.reply_text(sampled_ids)
-        taken_apart: CallText = self.call_parser(text, tools)
-        return build_reply(taken_apart, text.encode("utf-8", "surrogatepass"), tools)
+        return build_reply(self.parse_text(text, tools), text.encode("utf-8", "surrogatepass"), tools)

@@ -69,15 +69,15 @@ class PieceEncoder:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise PromptStyleError(
-                f"expected a fast tokenizer (with `backend_tokenizer`), got {type(tokenizer).__name__}: without it, text of "
-                "the environment cannot be kept apart from control tokens; load the model's tokenizer.json"
+                f"expected a fast tokenizer (`backend_tokenizer`), got {type(tokenizer).__name__}: without it, text "
+                "of the environment cannot be kept apart from control tokens; load the model's tokenizer.json"
             )
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         self._controls: dict[str, tuple[int, AddedToken]] = {
             token.content: (token_id, token) for token_id, token in added.items() if not _is_blank_text(token)
         }
-        self.control_ids = frozenset(token_id for token_id, _ in self._controls.values())
+        self._special_ids = frozenset(token_id for token_id, token in self._controls.values() if token.special)
         longest_first = sorted(self._controls, key=len, reverse=True)
         self._control_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         blanks = [token for token in added.values() if _is_blank_text(token)]
@@ -90,6 +90,10 @@ class PieceEncoder:
         """The id of a control token, or None when the tokenizer has no such token."""
         entry = self._controls.get(content)
         return None if entry is None else entry[0]
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a control token is one that the tokenizer flags as special."""
+        return token_id in self._special_ids
 
     def split(self, text: str) -> list[tuple[str, int | None]]:
         """Split trusted text into ordinary stretches (id None) and control tokens (with their id), in order."""

@@ -5,18 +5,17 @@ Owns this one format, used by Qwen2.5, Qwen3 and the Hermes models. Works on the
 whether they were sampled as one token or spelled. Linear in the text, whatever the text.
 """
 
-import json
-import math
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from recipe.agent_env.prompt_styles.errors import Message
+from recipe.agent_env.prompt_styles.json_reading import decoder, read_call
 from recipe.agent_env.prompt_styles.replies import BrokenCall, Call, CallText
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 _TAG = re.compile("<tool_call>|</tool_call>")
+_SPACE = re.compile(r"\s*")
 # A tag inside a JSON string makes a call's end ambiguous, and each such call is read with a scan of all that follows.
 _MAX_DEEP_READS = 64
 
@@ -61,71 +60,19 @@ def parse_hermes(text: str, tools: Sequence[Message] | None = None) -> CallText:
     return CallText(content=_content(outside, has_calls=bool(calls)), calls=calls)
 
 
-def read_call(body: str) -> Call | BrokenCall:
-    """Read what stands between the tags.
-
-    Args:
-        body: The JSON text of one call.
-
-    Returns:
-        The call, or what is wrong with it.
-    """
-    try:
-        value = json.loads(body, parse_constant=_refuse_constant, parse_float=_finite_float)
-    except RecursionError:
-        return BrokenCall(kind="bad_json", detail="is nested too deeply")
-    except json.JSONDecodeError as exc:
-        return BrokenCall(kind="bad_json", detail=f"is not valid JSON ({exc.msg} at character {exc.pos})")
-    except ValueError as exc:
-        return BrokenCall(kind="bad_json", detail=f"is not valid JSON ({exc})")
-    return call_of(value)
-
-
-def call_of(value: Any, arguments_key: str = "arguments") -> Call | BrokenCall:
-    """Check the shape of a decoded call.
-
-    Args:
-        value: Any JSON value.
-        arguments_key: The key that holds the arguments.
-
-    Returns:
-        The call, or what is wrong with it.
-    """
-    if not isinstance(value, dict):
-        return BrokenCall(kind="not_an_object", detail="is not a JSON object")
-    name = value.get("name")
-    if not isinstance(name, str) or not name:
-        return BrokenCall(kind="missing_name", detail='has no "name" that is a string')
-    arguments = value.get(arguments_key)
-    if not isinstance(arguments, dict):
-        return BrokenCall(kind="bad_arguments", detail=f'has no "{arguments_key}" that is a JSON object')
-    return Call(name=name, arguments=arguments)
-
-
-def _refuse_constant(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON number")
-
-
-def _finite_float(literal: str) -> float:
-    number = float(literal)
-    if not math.isfinite(number):
-        raise ValueError("a number is out of range")
-    return number
-
-
 def _json_end(text: str, start: int) -> int:
     """Where the JSON value that begins after `start` ends, or -1."""
     rest = text[start:]
     begin = _skip_space(rest, 0)
     try:
-        _, end = json.JSONDecoder().raw_decode(rest, begin)
+        _, end = decoder().raw_decode(rest, begin)
     except (ValueError, RecursionError):
         return -1
     return start + end
 
 
 def _skip_space(text: str, start: int) -> int:
-    match = re.compile(r"[ \t\r\n]*").match(text, start)
+    match = _SPACE.match(text, start)
     return start if match is None else match.end()
 
 

@@ -1,8 +1,12 @@
 # Licensed under the Apache License, Version 2.0 (see LICENSE).
 """One shape for every chat message that a style renders.
 
-Owns the rules for roles, contents and calls; refuses to know tokens and templates. What is neither covered by a rule nor
-harmless is refused by name, because a template would drop it in silence.
+Owns the rules for roles, contents and calls; refuses to know tokens and templates. Templates drop or crash on what they
+do not know; here everything is either brought into shape or refused by name.
+
+- Roles: `developer` is system, `function` and `ipython` are tool, every other unknown role is user.
+- Content: null or missing is empty; parts are joined with nothing between them; a part that is no text is refused.
+- Calls: only assistant messages have them; arguments may be an object, null or a JSON string.
 """
 
 import json
@@ -13,8 +17,8 @@ from typing import Any
 from recipe.agent_env.prompt_styles.errors import Message, PromptStyleError
 
 ROLES = ("system", "user", "assistant", "tool")
-# Names that OpenAI gave the same roles at other times.
-ROLE_ALIASES = {"developer": "system", "function": "tool"}
+# Other names of the same roles: OpenAI's, and Llama 3's for tool results.
+ROLE_ALIASES = {"developer": "system", "function": "tool", "ipython": "tool"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,11 +75,10 @@ def _normalise_one(message: Message, index: int) -> ChatMessage:
         raise PromptStyleError(
             f"message {index}: expected an object with role and content, got {type(message).__name__}"
         )
-    role = message.get("role")
-    role = ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
-    if role not in ROLES:
-        accepted = ", ".join((*ROLES, *ROLE_ALIASES))
-        raise PromptStyleError(f"message {index}: role {role!r} is none of {accepted}; rename it in the environment")
+    role = message.get("role", "user")
+    if not isinstance(role, str):
+        raise PromptStyleError(f"message {index}: role must be a string, got {type(role).__name__}")
+    role = ROLE_ALIASES.get(role, role if role in ROLES else "user")
     calls = message.get("tool_calls") if role == "assistant" else None
     return ChatMessage(
         role=role,

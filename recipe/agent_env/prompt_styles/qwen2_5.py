@@ -6,15 +6,16 @@ Owns the exact text of the family's chat template (version of September 2024) an
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
-from recipe.agent_env.prompt_styles.base import PromptStyle, StyleOptions
+from recipe.agent_env.prompt_styles.base import PromptStyle
 from recipe.agent_env.prompt_styles.encoder import Piece, trusted, untrusted
-from recipe.agent_env.prompt_styles.errors import PromptStyleError
+from recipe.agent_env.prompt_styles.errors import Message, PromptStyleError
 from recipe.agent_env.prompt_styles.hermes import parse_hermes
 from recipe.agent_env.prompt_styles.messages import ChatMessage
 from recipe.agent_env.prompt_styles.registry import register_prompt_style
-from recipe.agent_env.prompt_styles.replies import CallParser
+from recipe.agent_env.prompt_styles.replies import CallText
 
 START = "<|im_start|>"
 END = "<|im_end|>"
@@ -35,17 +36,17 @@ TOOLS_AFTER = (
 class Qwen25Style(PromptStyle):
     """Qwen2.5: ChatML turns, tools in the system turn, tool results as `<tool_response>` blocks of a user turn."""
 
-    def __init__(self, tokenizer: Any, options: StyleOptions | None = None) -> None:
+    def __init__(self, tokenizer: Any, **options: Any) -> None:
         """Build the style.
 
         Args:
             tokenizer: A fast tokenizer with the tokens `<|im_start|>` and `<|im_end|>`.
-            options: Choices of the run; the template of this family has no switches.
+            options: See `PromptStyle`; the template of this family has no switches.
 
         Raises:
             PromptStyleError: The tokenizer lacks a token of the format, or an option has no meaning here.
         """
-        super().__init__(tokenizer, options)
+        super().__init__(tokenizer, **options)
         ids = {content: self._encoder.control_id(content) for content in (START, END)}
         missing = [content for content, token_id in ids.items() if token_id is None]
         if missing:
@@ -53,11 +54,11 @@ class Qwen25Style(PromptStyle):
                 f"prompt style qwen2_5 needs the tokens {' and '.join(missing)}, which this tokenizer does not have; "
                 "use a Qwen model, or prompt style chat_template"
             )
-        if self.options.template_kwargs:
-            keys = ", ".join(sorted(self.options.template_kwargs))
+        if self.template_kwargs:
+            keys = ", ".join(sorted(self.template_kwargs))
             raise PromptStyleError(f"Qwen2.5's template has no switches ({keys}); remove them or use chat_template")
-        if self.options.tool_parser not in (None, "hermes"):
-            raise PromptStyleError(f"Qwen2.5 writes calls as hermes, not {self.options.tool_parser}; use chat_template")
+        if self.tool_parser not in (None, "hermes"):
+            raise PromptStyleError(f"Qwen2.5 writes calls as hermes, not {self.tool_parser}; use chat_template")
         self._end_ids = tuple(i for i in (ids[END],) if i is not None)
         stops = (ids[START], ids[END], self._encoder.control_id("<|endoftext|>"))
         self._stop_ids = frozenset(i for i in stops if i is not None)
@@ -72,10 +73,9 @@ class Qwen25Style(PromptStyle):
         """`<|im_end|>`, `<|im_start|>`, `<|endoftext|>`."""
         return self._stop_ids
 
-    @property
-    def call_parser(self) -> CallParser:
-        """Calls between `<tool_call>` tags."""
-        return parse_hermes
+    def parse_text(self, text: str, tools: Sequence[Message] | None) -> CallText:
+        """Take a reply apart: calls stand between `<tool_call>` tags."""
+        return parse_hermes(text, tools)
 
     def prompt_pieces(
         self, messages: list[ChatMessage], tools: list[dict[str, Any]] | None, *, add_header: bool

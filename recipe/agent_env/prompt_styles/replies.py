@@ -77,6 +77,9 @@ class BrokenCall:
     detail: str
     """The same for the model, as the end of a sentence about the call."""
 
+    is_located: bool = True
+    """False when it is not known which call of the turn it is."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallText:
@@ -122,7 +125,7 @@ def build_reply(taken_apart: CallText, reply_key: bytes, tools: Sequence[Message
 
 
 def call_id(digest: str, index: int) -> str:
-    """The id of a reply's call: the same for the same reply, nine letters and digits as the strictest template wants."""
+    """The id of a reply's call: the same for the same reply; nine letters and digits, which every template takes."""
     return hashlib.sha256(f"{digest}/{index}".encode()).hexdigest()[:9]
 
 
@@ -153,7 +156,8 @@ def _wire_call(call: Call, identifier: str) -> dict[str, Any]:
 
 def _error(broken: list[tuple[int, BrokenCall]], found: int) -> ReplyError:
     number, first = broken[0]
-    which = "The tool call" if found == 1 else f"Tool call {number} of {found}"
+    which = f"Tool call {number} of {found}" if first.is_located else f"One of the {found} tool calls"
+    which = "The tool call" if found == 1 else which
     others = f" {len(broken) - 1} more of them cannot be read either." if len(broken) > 1 else ""
     nothing = "It was not executed." if found == 1 else "No call of this turn was executed."
     return ReplyError(kind=first.kind, text=f"{which} {first.detail}.{others} {nothing}")

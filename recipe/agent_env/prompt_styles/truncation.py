@@ -1,8 +1,8 @@
 # Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Shortening text to a number of tokens.
 
-Owns where a text may be cut; refuses to know chat formats. The cost is linear in the limit, not in the text: what cannot
-be kept is not even encoded.
+Owns where a text may be cut; refuses to know chat formats. The cost is linear in the limit, not in the text: what
+cannot be kept is not even encoded.
 """
 
 import regex

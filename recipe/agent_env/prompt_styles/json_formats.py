@@ -1,0 +1,78 @@
+# Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Calls written as bare JSON: Llama 3 and Mistral.
+
+Owns these two formats. Linear in the text, whatever the text.
+"""
+
+import re
+from collections.abc import Sequence
+
+from recipe.agent_env.prompt_styles.errors import Message
+from recipe.agent_env.prompt_styles.json_reading import call_of, decoder, json_problem
+from recipe.agent_env.prompt_styles.replies import BrokenCall, Call, CallText
+
+PYTHON_TAG = "<|python_tag|>"
+MISTRAL_OPEN = "[TOOL_CALLS]"
+_BETWEEN_CALLS = re.compile(r"[\s;]*")
+_SPACE = re.compile(r"\s*")
+
+
+def parse_llama3_json(text: str, tools: Sequence[Message] | None = None) -> CallText:
+    """Read `{"name": ..., "parameters": {...}}`, alone or several with `;` between, with or without `<|python_tag|>`.
+
+    Args:
+        text: The reply, up to its end-of-turn token.
+        tools: When the list is empty, a reply in JSON is an answer, not a call.
+
+    Returns:
+        A reply that begins with `{` or the tag is calls and nothing else; any other is content.
+    """
+    body = text.strip()
+    is_tagged = body.startswith(PYTHON_TAG)
+    has_no_tools = tools is not None and not tools
+    if not is_tagged and (not body.startswith("{") or has_no_tools):
+        return CallText(content=text)
+    body = body.removeprefix(PYTHON_TAG)
+    calls: list[Call | BrokenCall] = []
+    position = _end_of(_SPACE, body, 0)
+    while position < len(body) or not calls:
+        try:
+            value, position = decoder().raw_decode(body, position)
+        except (ValueError, RecursionError) as exc:
+            calls.append(json_problem(exc))
+            break
+        calls.append(call_of(value, "parameters"))
+        position = _end_of(_BETWEEN_CALLS, body, position)
+    return CallText(content="", calls=calls)
+
+
+def parse_mistral(text: str, tools: Sequence[Message] | None = None) -> CallText:
+    """Read `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`.
+
+    Args:
+        text: The reply, up to its end-of-turn token.
+        tools: Not used; every parser of calls takes it.
+
+    Returns:
+        The calls of every list behind the token. Content is the text before it, and after the lists.
+    """
+    before, *sections = text.split(MISTRAL_OPEN)
+    if not sections:
+        return CallText(content=text)
+    calls: list[Call | BrokenCall] = []
+    texts = [before.strip()]
+    for section in sections:
+        try:
+            value, end = decoder().raw_decode(section, _end_of(_SPACE, section, 0))
+        except (ValueError, RecursionError) as exc:
+            calls.append(json_problem(exc))
+            continue
+        texts.append(section[end:].strip())
+        listed = value if isinstance(value, list) and value else [value]
+        calls += [call_of(item) for item in listed]
+    return CallText(content="\n".join(text for text in texts if text), calls=calls)
+
+
+def _end_of(pattern: re.Pattern[str], text: str, start: int) -> int:
+    match = pattern.match(text, start)
+    return start if match is None else match.end()
