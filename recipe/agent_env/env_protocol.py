@@ -321,7 +321,7 @@ class EnvProtocol:
             kind = EnvGoneError
             advice = "the service lost the session (idle limit or restart): play the episode on a fresh environment"
         elif status == 404:
-            advice = "check that the endpoint is the service's root URL"
+            advice = "check env_name, and that the endpoint is the service's root URL"
         elif status == 429:
             advice = "the service is full: lower max_concurrent_episodes or raise its capacity"
         elif status < 500:
@@ -386,10 +386,10 @@ class EnvProtocol:
     def _excerpt(self, body: bytes) -> str:
         """The first bytes of an answer, on one line and without secrets."""
         text = self._redact(body[: 8 * _EXCERPT_CHARS].decode("utf-8", "replace"))
-        text = " ".join(text.split())
+        text = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
         if not text:
             return "(empty)"
-        return repr(text if len(text) <= _EXCERPT_CHARS else text[:_EXCERPT_CHARS] + "...")
+        return f"'{text}'" if len(text) <= _EXCERPT_CHARS else f"'{text[:_EXCERPT_CHARS]}...'"
 
     def _redact(self, text: str) -> str:
         """Text without our secrets: services were seen to echo request headers in error pages."""
