@@ -29,6 +29,9 @@ from examples.sokoban.sokoban_env import ENV_NAME, draw
 SEEDS_PER_SET = 10**9
 """Distance between the first seeds of two data sets, so that different `--seed` share none."""
 
+PATIENCE = 10_000
+"""Seeds of which at least 1 in 500 must give a new room, else such rooms are too rare."""
+
 _CHUNK = 250
 _MAX_POSITIONS = 200_000
 
@@ -143,28 +146,35 @@ def collect(config: CurationConfig, chunks: Iterable[list[Candidate]], progress:
     """
     wanted = config.num_train + config.num_test
     rooms: dict[str, Candidate] = {}
-    num_tried = num_fitting = 0
-    recent: list[int] = []
+    num_fitting: list[int] = []
+    num_new: list[int] = []
     for chunk in chunks:
         before = len(rooms)
         for candidate in chunk:
             if len(rooms) < wanted and candidate.key not in rooms:
                 rooms[candidate.key] = candidate
-        progress.update(len(rooms) - before)
+        num_fitting.append(len(chunk))
+        num_new.append(len(rooms) - before)
+        progress.update(num_new[-1])
         if len(rooms) == wanted:
             return list(rooms.values())
-        num_tried += _CHUNK
-        num_fitting += len(chunk)
-        recent = [*recent[-79:], len(rooms) - before]
-        # 20,000 seeds in which fewer than 1 in 500 gave something new.
-        if len(recent) == 80 and sum(recent) < 40:
+        if _is_hopeless(num_fitting, num_new):
             raise CurationError(
-                f"{wanted} rooms were asked for; {num_tried} seeds of {config.dim[0]}x{config.dim[1]} with "
-                f"{config.num_boxes} boxes gave {num_fitting} whose shortest solution has {config.min_solution} to "
-                f"{config.longest} actions, only {len(rooms)} of them distinct. Ask for fewer, for larger rooms, more "
-                "boxes, or a wider range of solutions."
+                f"{wanted} rooms were asked for; {len(num_new) * _CHUNK} seeds of {config.dim[0]}x{config.dim[1]} with "
+                f"{config.num_boxes} boxes gave {sum(num_fitting)} whose shortest solution has {config.min_solution} "
+                f"to {config.longest} actions, only {len(rooms)} of them distinct, and hardly any new ones lately. "
+                "Ask for fewer, for larger rooms, more boxes, or a wider range of solutions."
             )
     raise AssertionError("chunks ended")
+
+
+def _is_hopeless(num_fitting: list[int], num_new: list[int]) -> bool:
+    """Whether new rooms have become too rare, or nearly all that fit are known (both per chunk of seeds)."""
+    many, few = PATIENCE // _CHUNK, PATIENCE // _CHUNK // 4
+    is_rare = len(num_new) >= many and sum(num_new[-many:]) < PATIENCE // 500
+    recent = sum(num_fitting[-few:])
+    is_exhausted = recent >= PATIENCE // 20 and sum(num_new[-few:]) < recent // 100
+    return is_rare or is_exhausted
 
 
 def curate(config: CurationConfig, num_processes: int, show_progress: bool = True) -> list[Candidate]:
