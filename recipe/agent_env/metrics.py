@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from recipe.agent_env.algorithms.groups import lacks_spread
 from recipe.agent_env.rollout.episode import EndReason
 
 _PER_EPISODE = {
@@ -63,6 +64,45 @@ def env_metrics(columns: dict[str, np.ndarray]) -> dict[str, float]:
         metrics["env/prefix_cache_hit_rate"] = float(columns["num_cached_tokens"][is_trained].sum() / num_reread)
     metrics.update(_success_rates(columns["env_name"], columns["acc"], is_trained))
     return metrics
+
+
+def group_metrics(scores: np.ndarray, uids: np.ndarray, is_masked: np.ndarray) -> dict[str, float]:
+    """How many groups give nothing to compare: all scores equal, or fewer than two unmasked rows.
+
+    Such a group has advantage 0 under every grouped estimator, but its tokens still enter the KL loss and the entropy.
+
+    Args:
+        scores: Score of each row, shape (B,).
+        uids: Group of each row, shape (B,).
+        is_masked: Shape (B,).
+
+    Returns:
+        `env/group_without_spread_ratio`, over groups; nothing when every row is its own group.
+    """
+    _, first_rows = np.unique(uids, return_index=True)
+    if len(first_rows) == len(uids):
+        return {}
+    is_flat = lacks_spread(scores, uids, ~is_masked)
+    return {"env/group_without_spread_ratio": float(is_flat[first_rows].mean())}
+
+
+def token_metrics(responses: np.ndarray, response_mask: np.ndarray) -> dict[str, float]:
+    """How repetitive the policy is.
+
+    Args:
+        responses: Token ids, shape (B, R).
+        response_mask: Shape (B, R), nonzero on sampled tokens.
+
+    Returns:
+        `env/repeated_token_ratio`: share of sampled tokens that equal the sampled token right before them, over tokens
+        that have one. A policy that collapsed to one character is near 1. Nothing when no token has one.
+    """
+    is_sampled = response_mask.astype(bool)
+    has_neighbour = is_sampled[:, 1:] & is_sampled[:, :-1]
+    if not has_neighbour.any():
+        return {}
+    is_repeated = responses[:, 1:] == responses[:, :-1]
+    return {"env/repeated_token_ratio": float(is_repeated[has_neighbour].mean())}
 
 
 def _success_rates(env_names: np.ndarray, acc: np.ndarray, is_trained: np.ndarray) -> dict[str, float]:
