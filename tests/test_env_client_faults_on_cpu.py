@@ -606,6 +606,18 @@ async def test_closing_the_client_waits_for_what_is_just_opening(server):
     assert server.live_count == 0
 
 
+async def test_session_that_opens_while_the_client_closes_is_not_handed_out(server):
+    server.script("game", EnvScript(capabilities={"keepalive": True, "idle_timeout_s": 0.06}))
+    server.fault("delay", call="allow-parallel-tool-call", seconds=0.3)
+    async with connect("async", server.url) as client:
+        opening = asyncio.create_task(client.open(env_name="game"))
+        await asyncio.to_thread(server.wait_until, lambda: len(server.calls("allow-parallel-tool-call")) == 1)
+        await client.aclose(5)
+        with pytest.raises((RuntimeError, EnvUnreachableError), match="client (is|was) closed"):
+            await opening
+    assert (server.live_count, server.calls("keepalive")) == (0, [])
+
+
 async def test_closing_the_client_is_bounded(server):
     server.fault("hang", call="close", times=None)
     async with connect("async", server.url, close_timeout_s=60) as client:

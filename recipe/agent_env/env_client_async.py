@@ -223,6 +223,7 @@ class AsyncEnvClient:
             session.capabilities = start.capabilities
             session.take_start(start)
             await session._fetch_task()
+            self._check_open()
         except BaseException:
             session.close_soon()
             raise
