@@ -8,11 +8,12 @@ A room is a grid of cells. Walls and targets are fixed; boxes and the player mov
 (`room_fixed`, `room_state`, `box_mapping`) cells are the integers below, and coordinates are (row, column) from 0.
 """
 
-import random
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+from examples.integer_draws import make_draw, pick
 
 Cell: TypeAlias = tuple[int, int]
 """(row, column)."""
@@ -276,7 +277,7 @@ def generate(seed: int, num_rows: int = 7, num_columns: int = 7, num_boxes: int 
         ValueError: The size is impossible (see `check_size`), or no room was found.
     """
     check_size(num_rows, num_columns, num_boxes)
-    draw = _make_draw(f"sokoban/{num_rows}x{num_columns}/{num_boxes}/{seed}")
+    draw = make_draw(f"sokoban/{num_rows}x{num_columns}/{num_boxes}/{seed}")
     for _ in range(_MAX_TRIES):
         floor = _carve(draw, num_rows, num_columns)
         if len(floor) < 2 * num_boxes + 1:
@@ -285,8 +286,8 @@ def generate(seed: int, num_rows: int = 7, num_columns: int = 7, num_boxes: int 
         walls = frozenset(
             (row, column) for row in range(num_rows) for column in range(num_columns) if (row, column) not in floor
         )
-        targets = _pick(draw, cells, num_boxes)
-        player = _pick(draw, [cell for cell in cells if cell not in targets], 1)[0]
+        targets = pick(draw, cells, num_boxes)
+        player = pick(draw, [cell for cell in cells if cell not in targets], 1)[0]
         start = Room(
             num_rows=num_rows,
             num_columns=num_columns,
@@ -299,25 +300,6 @@ def generate(seed: int, num_rows: int = 7, num_columns: int = 7, num_boxes: int 
         if not any(box in room.targets for box in room.boxes):
             return room
     raise ValueError(f"no room of {num_rows}x{num_columns} with {num_boxes} boxes found for seed {seed}")
-
-
-def _make_draw(name: str) -> Callable[[int], int]:
-    """A function that draws integers below its argument, from raw bits only (their stream is fixed by Python)."""
-    # A text seed goes through SHA-512, so near seeds and negative ones give unrelated streams.
-    bits = random.Random(name).getrandbits
-
-    def draw(bound: int) -> int:
-        size = bound.bit_length()
-        while (value := bits(size)) >= bound:
-            pass
-        return value
-
-    return draw
-
-
-def _pick(draw: Callable[[int], int], cells: Iterable[Cell], count: int) -> list[Cell]:
-    left = list(cells)
-    return [left.pop(draw(len(left))) for _ in range(count)]
 
 
 def _carve(draw: Callable[[int], int], num_rows: int, num_columns: int) -> set[Cell]:
