@@ -23,8 +23,7 @@ def score_length(data_source: str, solution_str: str, ground_truth: str, extra_i
 def train(config: DictConfig) -> None:
     """Run verl's PPO loop with the CPU workers."""
     launch.prepare_process(config)
-    import ray
-    from verl.trainer.main_ppo import run_ppo
+    launch.start_ray(config)
     from verl.trainer.main_ppo_v0 import TaskRunner
 
     class StockTaskRunner(TaskRunner.__ray_metadata__.modified_class):
@@ -32,7 +31,7 @@ def train(config: DictConfig) -> None:
             super().add_critic_worker(config)
             launch.replace_workers(self.role_worker_mapping, config)
 
-    run_ppo(config, ray.remote(num_cpus=1)(StockTaskRunner))
+    StockTaskRunner().run(config)
 
 
 @hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer", version_base=None)

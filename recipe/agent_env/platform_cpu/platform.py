@@ -98,8 +98,8 @@ class PlatformCPU(PlatformBase):
         """Return False: the CPU never wins verl's search for an accelerator, it has to be asked for by name."""
         return False
 
-    def current_device(self) -> str:  # type: ignore[override]
-        """Return what tensors are moved to. verl says `int`, but torch refuses `tensor.to(0)` without an accelerator."""
+    def current_device(self) -> Any:
+        """Return what tensors are moved to: a name, as torch refuses verl's `tensor.to(0)` without an accelerator."""
         return DEVICE
 
     def device_count(self) -> int:

@@ -108,7 +108,8 @@ class WatchedWeightSender(BucketedWeightSender):
 
     def _init_socket(self) -> None:
         super()._init_socket()
-        self.socket = _WatchedSocket(self.socket, self._check_receiver, self._deadline)
+        socket: Any = self.socket
+        self.socket: Any = _WatchedSocket(socket, self._check_receiver, self._deadline)
 
     def _check_receiver(self) -> None:
         if self._receiver is None or not self._receiver.done():
