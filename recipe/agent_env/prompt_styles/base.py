@@ -150,8 +150,10 @@ class PromptStyle(ABC):
     def reply_text(self, sampled_ids: Sequence[int]) -> str:
         """The text of a reply up to its first turn token, which is left out."""
         stops = self.parse_stop_ids
-        end = next((i for i, token_id in enumerate(sampled_ids) if token_id in stops), len(sampled_ids))
-        return self._encoder.decode(sampled_ids[:end])
+        if not stops.isdisjoint(sampled_ids):
+            end = next(i for i, token_id in enumerate(sampled_ids) if token_id in stops)
+            sampled_ids = sampled_ids[:end]
+        return self._encoder.decode(sampled_ids)
 
     def parse_reply(self, sampled_ids: Sequence[int], tools: list[dict[str, Any]] | None) -> ParsedReply:
         """Read a sampled reply. Never raises, whatever was sampled.

@@ -157,7 +157,8 @@ class PieceEncoder:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode ids, control tokens spelled out; ids outside the vocabulary are left out."""
-        return self._backend.decode([i for i in token_ids if 0 <= i < 2**32], skip_special_tokens=False)
+        known = token_ids if min(token_ids, default=0) >= 0 else [i for i in token_ids if i >= 0]
+        return self._backend.decode(known, skip_special_tokens=False)
 
     def token_spans(self, text: str) -> list[tuple[int, int]]:
         """The character span of each token of ordinary text; tokens that share a character share its span."""

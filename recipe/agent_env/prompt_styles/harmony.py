@@ -34,7 +34,8 @@ def parse_harmony(text: str, tools: Sequence[Message] | None = None) -> CallText
     calls: list[Call | BrokenCall] = []
     texts: list[str] = []
     turn_end = _TURN_END.search(text)
-    for message in text[: None if turn_end is None else turn_end.end()].split(START):
+    messages = text[: None if turn_end is None else turn_end.end()].split(START)
+    for message in messages:
         header, has_body, rest = message.partition(BODY)
         if not has_body:
             header, rest = "", message

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 from recipe.agent_env.prompt_styles.errors import Message
 from recipe.agent_env.prompt_styles.json_reading import decoder, read_call
-from recipe.agent_env.prompt_styles.replies import BrokenCall, Call, CallText
+from recipe.agent_env.prompt_styles.replies import MAX_CALLS, BrokenCall, Call, CallText, too_many_calls
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 _TAG = re.compile("<tool_call>|</tool_call>")
 _SPACE = re.compile(r"\s*")
 # A tag inside a JSON string makes a call's end ambiguous, and each such call is read with a scan of all that follows.
-_MAX_DEEP_READS = 64
+_MAX_DEEP_READS = 16
 
 
 def parse_hermes(text: str, tools: Sequence[Message] | None = None) -> CallText:
@@ -31,6 +31,9 @@ def parse_hermes(text: str, tools: Sequence[Message] | None = None) -> CallText:
         Calls and broken calls in order. Content is the text outside them: before the first call all but the line break
         that the format puts there, after it stripped.
     """
+    found = max(text.count(OPEN), text.count(CLOSE))
+    if found > MAX_CALLS:
+        return too_many_calls(_TAG.split(text, maxsplit=1)[0].removesuffix("\n"), found)
     calls: list[Call | BrokenCall] = []
     outside: list[str] = []
     deep_reads = 0

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from recipe.agent_env.prompt_styles.errors import Message
 from recipe.agent_env.prompt_styles.json_reading import call_of, decoder, json_problem
-from recipe.agent_env.prompt_styles.replies import BrokenCall, Call, CallText
+from recipe.agent_env.prompt_styles.replies import MAX_CALLS, BrokenCall, Call, CallText, too_many_calls
 
 PYTHON_TAG = "<|python_tag|>"
 MISTRAL_OPEN = "[TOOL_CALLS]"
@@ -36,6 +36,8 @@ def parse_llama3_json(text: str, tools: Sequence[Message] | None = None) -> Call
     calls: list[Call | BrokenCall] = []
     position = _end_of(_SPACE, body, 0)
     while position < len(body) or not calls:
+        if len(calls) == MAX_CALLS:
+            return too_many_calls("", MAX_CALLS + 1)
         try:
             value, position = decoder().raw_decode(body, position)
         except (ValueError, RecursionError) as exc:
@@ -59,6 +61,8 @@ def parse_mistral(text: str, tools: Sequence[Message] | None = None) -> CallText
     before, *sections = text.split(MISTRAL_OPEN)
     if not sections:
         return CallText(content=text)
+    if len(sections) > MAX_CALLS:
+        return too_many_calls(before.strip(), len(sections))
     calls: list[Call | BrokenCall] = []
     texts = [before.strip()]
     for section in sections:

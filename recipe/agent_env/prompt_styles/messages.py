@@ -4,7 +4,7 @@
 Owns the rules for roles, contents and calls; refuses to know tokens and templates. Templates drop or crash on what they
 do not know; here everything is either brought into shape or refused by name.
 
-- Roles: `developer` is system, `function` and `ipython` are tool, every other unknown role is user.
+- Roles: `developer` is system, `function` and `ipython` are tool; a missing or any other role is user.
 - Content: null or missing is empty; parts are joined with nothing between them; a part that is no text is refused.
 - Calls: only assistant messages have them; arguments may be an object, null or a JSON string.
 """
@@ -75,7 +75,7 @@ def _normalise_one(message: Message, index: int) -> ChatMessage:
         raise PromptStyleError(
             f"message {index}: expected an object with role and content, got {type(message).__name__}"
         )
-    role = message.get("role", "user")
+    role = message.get("role") or "user"
     if not isinstance(role, str):
         raise PromptStyleError(f"message {index}: role must be a string, got {type(role).__name__}")
     role = ROLE_ALIASES.get(role, role if role in ROLES else "user")

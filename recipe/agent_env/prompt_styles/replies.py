@@ -92,6 +92,16 @@ class CallText:
     """In the order of the text."""
 
 
+MAX_CALLS = 128
+"""Calls of one reply that are read; with more, all of them are broken. Keeps the time for any reply small."""
+
+
+def too_many_calls(content: str, found: int) -> CallText:
+    """A reply whose calls are too many to be read."""
+    detail = f"belongs to a turn with more than {MAX_CALLS} calls"
+    return CallText(content=content, calls=[BrokenCall(kind="too_long", detail=detail)] * found)
+
+
 class CallParser(Protocol):
     """Takes the text of one reply apart. Never raises, whatever the text."""
 

@@ -12,7 +12,9 @@ from recipe.agent_env.prompt_styles.errors import PromptStyleError
 
 # Longest stretch searched for the border of a visible character: longer ones are cut between code points.
 _GRAPHEME_CHARS = 64
+_FLAG_RUN_CHARS = 4096
 _GRAPHEME = regex.compile(r"\X")
+_FLAG_LETTERS = regex.compile(r"[\U0001F1E6-\U0001F1FF]+$")
 
 
 def truncate(encoder: PieceEncoder, text: str, max_tokens: int, side: Side, marker: str) -> str:
@@ -36,9 +38,10 @@ def truncate(encoder: PieceEncoder, text: str, max_tokens: int, side: Side, mark
         head = encoder.token_spans(text[:window])
         tail_shift = len(text) - window
         tail = encoder.token_spans(text[tail_shift:])
-    if len(encoder.encode_text(marker)) >= max_tokens:
-        marker = ""
-    keep = max_tokens - len(encoder.encode_text(marker))
+    marker_cost = len(encoder.encode_text(marker))
+    if marker_cost >= max_tokens:
+        marker, marker_cost = "", 0
+    keep = max_tokens - marker_cost
     while keep > 0:
         from_head = {"left": 0, "right": keep, "middle": keep - keep // 2}[side]
         begin = _head_end(text, head, from_head)
@@ -53,7 +56,7 @@ def truncate(encoder: PieceEncoder, text: str, max_tokens: int, side: Side, mark
 
 def _head_end(text: str, spans: list[tuple[int, int]], count: int) -> int:
     """Where the text of the first `count` tokens ends, between visible characters."""
-    if count <= 0:
+    if count <= 0 or not spans:
         return 0
     cut = spans[count][0] if count < len(spans) else spans[-1][1]
     return _grapheme_start(text, cut)
@@ -61,9 +64,9 @@ def _head_end(text: str, spans: list[tuple[int, int]], count: int) -> int:
 
 def _tail_start(text: str, spans: list[tuple[int, int]], count: int, shift: int) -> int:
     """Where the text of the last `count` tokens begins, between visible characters."""
-    if count <= 0:
+    if count <= 0 or not spans:
         return len(text)
-    first = len(spans) - count
+    first = max(0, len(spans) - count)
     cut = spans[first][0] + shift
     if first > 0 and spans[first - 1][1] + shift > cut:
         cut += 1
@@ -72,14 +75,15 @@ def _tail_start(text: str, spans: list[tuple[int, int]], count: int, shift: int)
 
 
 def _grapheme_start(text: str, cut: int) -> int:
-    """The last border of visible characters at or before `cut`."""
+    """The last border of visible characters at or before `cut`; `cut` itself inside an endless one."""
     begin = max(0, cut - _GRAPHEME_CHARS)
-    border = begin
+    # Flags are pairs of letters of their own, so counting must begin where their run begins.
+    flags = _FLAG_LETTERS.search(text[max(0, begin - _FLAG_RUN_CHARS) : begin])
+    begin -= 0 if flags is None else len(flags.group())
     for match in _GRAPHEME.finditer(text, begin, min(len(text), cut + _GRAPHEME_CHARS)):
         if match.end() > cut:
-            return match.start() if match.start() > begin or begin == 0 else cut
-        border = match.end()
-    return border
+            return match.start() if len(match.group()) < _GRAPHEME_CHARS else cut
+    return cut
 
 
 def _grapheme_end(text: str, begin: int) -> int:

@@ -13,14 +13,11 @@ from typing import Any
 
 from recipe.agent_env.prompt_styles.errors import Message, PromptStyleError
 from recipe.agent_env.prompt_styles.json_reading import decoder
-from recipe.agent_env.prompt_styles.replies import BrokenCall, Call, CallText
+from recipe.agent_env.prompt_styles.replies import MAX_CALLS, BrokenCall, Call, CallText, too_many_calls
 from recipe.agent_env.prompt_styles.reply_formats import ReplyFormat
 
 MAX_CALL_CHARS = 16_384
 """Longest text, from the first call on, that is given to verl's parsers; a longer one is a broken call."""
-
-MAX_CALLS = 64
-"""Most calls of one reply that are given to verl's parsers."""
 
 # For each parser: where the part of the text with calls begins, and what occurs once in each call.
 _MARKS = {
@@ -83,8 +80,10 @@ class _VerlParser:
         begin = text.find(start)
         begin = text.find(opening) if begin < 0 else begin
         content = text[:begin].rstrip("\n")
-        if len(text) - begin > MAX_CALL_CHARS or found > MAX_CALLS:
-            detail = f"belongs to a turn with more than {MAX_CALLS} calls or {MAX_CALL_CHARS} letters of calls"
+        if found > MAX_CALLS:
+            return too_many_calls(content, found)
+        if len(text) - begin > MAX_CALL_CHARS:
+            detail = f"belongs to a turn with more than {MAX_CALL_CHARS} letters of calls"
             return CallText(content=content, calls=[BrokenCall(kind="too_long", detail=detail)] * found)
         coroutine = self.parser.extract_tool_calls(text[begin:], _schemas(tools))
         # In a thread of its own: the caller may itself run in an event loop.
