@@ -14,6 +14,7 @@ from verl import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.debug import marked_timer
 
+from recipe.agent_env.algorithms.mini_batches import count_trained_rows, update_on_trained_rows
 from recipe.agent_env.metrics import validation_columns
 from recipe.agent_env.rollout.agent_loop import EnvAgentLoopManager, TooManyFailedEpisodesError
 from recipe.agent_env.rollout.dump import dump_columns
@@ -31,6 +32,30 @@ class AgentRayPPOTrainer(RayPPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any):
         apply_verl_patches()
         super().__init__(*args, **kwargs)
+
+    def init_workers(self) -> None:
+        """verl's workers; what updates them counts trained rows only, see `algorithms.mini_batches`."""
+        super().init_workers()
+        self.actor_rollout_wg.update_actor = count_trained_rows(self.actor_rollout_wg.update_actor)
+        if self.use_critic:
+            self.critic_wg.train_mini_batch = count_trained_rows(self.critic_wg.train_mini_batch)
+
+    def _update_actor(self, batch: DataProto) -> DataProto:
+        return update_on_trained_rows(
+            super()._update_actor,
+            batch,
+            mini_batch_size=self.config.actor_rollout_ref.actor.ppo_mini_batch_size
+            * self.config.actor_rollout_ref.rollout.n,
+            num_ranks=self._get_dp_size(self.actor_rollout_wg, "actor"),
+        )
+
+    def _update_critic(self, batch: DataProto) -> DataProto:
+        return update_on_trained_rows(
+            super()._update_critic,
+            batch,
+            mini_batch_size=self.config.critic.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n,
+            num_ranks=self._get_dp_size(self.critic_wg, "train"),
+        )
 
     def fit(self) -> None:
         """verl's training loop; every environment is closed after it, however it ends.

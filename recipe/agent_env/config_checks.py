@@ -12,6 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from recipe.agent_env.algorithms.catalog import ESTIMATORS, estimator_traits
 from recipe.agent_env.prompt_styles.registry import get_prompt_style
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,10 @@ _TRACKER_MODULES = {
 """Trackers of verl's `trainer.logger` that need a package."""
 
 
+_MASKABLE_END_REASONS = ("env_truncated", "max_turn", "context_full", "parse_error", "reply_cut")
+"""Words of `EndReason` that `env.masked_end_reasons` may hold; `rollout.episode` is too heavy to import here."""
+
+
 class ConfigError(ValueError):
     """The config cannot work; the text names the key and the fix."""
 
@@ -36,6 +41,9 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("agent_env.add", lambda a, b: a + b, replace=True)
     OmegaConf.register_new_resolver(
         "agent_env.first_set", lambda *values: next((v for v in values if v is not None), None), replace=True
+    )
+    OmegaConf.register_new_resolver(
+        "agent_env.needs_critic", lambda name: estimator_traits(str(name)).needs_critic or None, replace=True
     )
     OmegaConf.register_new_resolver("agent_env.verl_config_dir", _verl_config_dir, replace=True)
 
@@ -94,6 +102,8 @@ def check_config(config: DictConfig) -> None:
     _check_lengths(config)
     _check_env(config)
     _check_trainer(config)
+    _check_estimator(config)
+    _check_rollout_correction(config)
 
 
 def _fail_unless(condition: bool, text: str) -> None:
@@ -165,6 +175,10 @@ def _check_env(config: DictConfig) -> None:
         env.on_parse_error in ("feedback", "terminate"),
         f"env.on_parse_error: expected feedback or terminate, got {env.on_parse_error!r}",
     )
+    unknown = sorted(set(env.masked_end_reasons) - set(_MASKABLE_END_REASONS))
+    _fail_unless(
+        not unknown, f"env.masked_end_reasons: expected any of {', '.join(_MASKABLE_END_REASONS)}, got {unknown}"
+    )
     num_tokens = sum(env[key] is not None for key in ("bearer_token", "bearer_token_file", "bearer_token_env"))
     _fail_unless(
         num_tokens <= 1, "env.bearer_token, env.bearer_token_file and env.bearer_token_env: set at most one of them"
@@ -181,18 +195,58 @@ def _check_trainer(config: DictConfig) -> None:
         "reward.reward_model.enable=True: rewards come from the environment service; leave the reward model out",
     )
     rollout = config.actor_rollout_ref.rollout
-    grouped = ("grpo", "grpo_passk", "rloo", "rloo_vectorized", "opo", "reinforce_plus_plus_baseline")
-    _fail_unless(
-        str(config.algorithm.adv_estimator) not in grouped or rollout.n > 1,
-        f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares the rollouts of one row, but "
-        f"actor_rollout_ref.rollout.n={rollout.n}: set actor_rollout_ref.rollout.n to 2 or more",
-    )
     num_gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
     engine_size = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
     _fail_unless(
         num_gpus % engine_size == 0,
         f"trainer.n_gpus_per_node * trainer.nnodes = {num_gpus} is not divisible by the size of one inference engine "
         f"({engine_size}; actor_rollout_ref.rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size})",
+    )
+
+
+def _check_estimator(config: DictConfig) -> None:
+    algorithm = config.algorithm
+    name = str(algorithm.adv_estimator)
+    key = f"algorithm.adv_estimator={name}"
+    _fail_unless(
+        name in ESTIMATORS or bool(os.environ.get("VERL_USE_EXTERNAL_MODULES")),
+        f"{key}: no such estimator; known are {', '.join(sorted(ESTIMATORS))}. One of your own has to be registered by "
+        "a module that the environment variable VERL_USE_EXTERNAL_MODULES names",
+    )
+    traits = estimator_traits(name)
+    _fail_unless(traits.refusal is None, f"{key} is not right on episodes of several turns: {traits.refusal}")
+    num_rollouts = config.actor_rollout_ref.rollout.n
+    _fail_unless(
+        num_rollouts >= traits.min_rollouts,
+        f"{key} compares the rollouts of one row, but actor_rollout_ref.rollout.n={num_rollouts}: set "
+        f"actor_rollout_ref.rollout.n to {traits.min_rollouts} or more",
+    )
+    _fail_unless(
+        not traits.needs_critic or config.critic.enable is not False,
+        f"{key} reads a critic's values, but critic.enable=False: leave critic.enable out",
+    )
+    _fail_unless(
+        not traits.needs_sum_pi_squared or config.actor_rollout_ref.actor.calculate_sum_pi_squared,
+        f"{key} needs actor_rollout_ref.actor.calculate_sum_pi_squared=True",
+    )
+    _fail_unless(
+        not config.env.bootstrap_on_truncation or traits.needs_critic,
+        f"env.bootstrap_on_truncation=True needs a critic's values, which {key} does not read: take gae, turn_gae or "
+        "bilevel_gae, or leave env.bootstrap_on_truncation out",
+    )
+    _fail_unless(
+        not algorithm.use_pf_ppo,
+        "algorithm.use_pf_ppo=True: verl draws rows again by their score after advantages are computed, which doubles "
+        "some episodes and drops others, masked ones included; leave it out",
+    )
+
+
+def _check_rollout_correction(config: DictConfig) -> None:
+    correction = config.algorithm.rollout_correction
+    _fail_unless(
+        not (correction and correction.bypass_mode),
+        "algorithm.rollout_correction.bypass_mode=True: verl's loss then raises on a micro-batch of masked rows, so "
+        "one failed episode would end the run; leave it out (old log-probs are computed by the trainer)",
     )
 
 

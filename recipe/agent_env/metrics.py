@@ -32,13 +32,14 @@ def env_metrics(columns: dict[str, np.ndarray]) -> dict[str, float]:
         columns: The batch's columns, as `rollout.batch.episode_columns` writes them plus `env_name`.
 
     Returns:
-        `env/<quantity>/{mean,max,min}` over unmasked episodes; ratios `env/*_ratio`, of which `failed_episode_ratio`,
-        `restart_ratio` and `end_reason/*` are over all episodes and the others over unmasked episodes or their turns;
+        `env/<quantity>/{mean,max,min}` over played episodes, those with a turn; ratios `env/*_ratio`, of which
+        `failed_episode_ratio`, `masked_episode_ratio`, `restart_ratio` and `end_reason/*` are over all episodes and the
+        others over played episodes or their turns; `env/all_masked`, 1 when nothing of the batch can be trained on;
         `env/success_rate` overall and `env/success_rate/<env_name>` where the environment says. A quantity without any
         episode to count is left out.
     """
     is_masked = columns["is_masked"]
-    is_trained = ~is_masked
+    is_played = columns["num_assistant_turns"] > 0
     end_reasons = columns["end_reason"]
     metrics = {
         "env/failed_episode_ratio": float(np.mean(columns["is_failed"])),
@@ -48,21 +49,21 @@ def env_metrics(columns: dict[str, np.ndarray]) -> dict[str, float]:
     }
     for reason in EndReason:
         metrics[f"env/end_reason/{reason.value}"] = float(np.mean(end_reasons == reason.value))
-    if not is_trained.any():
+    if not is_played.any():
         return metrics
     for name, column in _PER_EPISODE.items():
-        values = columns[column][is_trained]
+        values = columns[column][is_played]
         metrics[f"env/{name}/mean"] = float(values.mean())
         metrics[f"env/{name}/max"] = float(values.max())
         metrics[f"env/{name}/min"] = float(values.min())
-    metrics["env/truncated_ratio"] = float(columns["is_truncated"][is_trained].mean())
-    num_turns = columns["num_assistant_turns"][is_trained].sum()
+    metrics["env/truncated_ratio"] = float(columns["is_truncated"][is_played].mean())
+    num_turns = columns["num_assistant_turns"][is_played].sum()
     for name, column in _PER_TURN_RATIO.items():
-        metrics[f"env/{name}"] = float(columns[column][is_trained].sum() / num_turns)
-    num_reread = columns["num_reread_tokens"][is_trained].sum()
+        metrics[f"env/{name}"] = float(columns[column][is_played].sum() / num_turns)
+    num_reread = columns["num_reread_tokens"][is_played].sum()
     if num_reread > 0:
-        metrics["env/prefix_cache_hit_rate"] = float(columns["num_cached_tokens"][is_trained].sum() / num_reread)
-    metrics.update(_success_rates(columns["env_name"], columns["acc"], is_trained))
+        metrics["env/prefix_cache_hit_rate"] = float(columns["num_cached_tokens"][is_played].sum() / num_reread)
+    metrics.update(_success_rates(columns["env_name"], columns["acc"], is_played))
     return metrics
 
 
@@ -105,8 +106,8 @@ def token_metrics(responses: np.ndarray, response_mask: np.ndarray) -> dict[str,
     return {"env/repeated_token_ratio": float(is_repeated[has_neighbour].mean())}
 
 
-def _success_rates(env_names: np.ndarray, acc: np.ndarray, is_trained: np.ndarray) -> dict[str, float]:
-    counted = fill_success(env_names, acc, is_trained)
+def _success_rates(env_names: np.ndarray, acc: np.ndarray, is_played: np.ndarray) -> dict[str, float]:
+    counted = fill_success(env_names, acc, is_played)
     rates = {}
     all_known: list[float] = []
     for env_name in sorted(set(env_names)):

@@ -25,13 +25,10 @@ from recipe.agent_env.algorithms import estimators  # noqa: F401  registers them
 from recipe.agent_env.algorithms.catalog import EstimatorTraits, estimator_traits
 from recipe.agent_env.algorithms.groups import is_alone
 from recipe.agent_env.metrics import env_metrics, group_metrics, token_metrics
-from recipe.agent_env.rollout.batch import MASKED_ROW_KEY
+from recipe.agent_env.rollout.batch import BOOTSTRAPPED_ROW_KEY, MASKED_ROW_KEY
 
 SUPPORTED_VERL = SpecifierSet(">=0.9.1,<0.10")
 """Versions whose source was read for these wrappers."""
-
-BOOTSTRAPPED_ROW_KEY = "is_bootstrapped"
-"""Column: the row's last attended token stands for what would have come next; its value is that of the last state."""
 
 _SAMPLED_MASK_KEY = "sampled_mask"
 # While advantages are computed: the mask before rollout correction took tokens out of the loss.
@@ -237,11 +234,13 @@ def _compute_data_metrics(
     rows = np.flatnonzero(~columns[MASKED_ROW_KEY])
     metrics = compute_data_metrics(batch=_select(batch, rows), use_critic=use_critic) if len(rows) else {}
     scores = batch.batch["token_level_scores"].sum(dim=-1).numpy()
+    mask = batch.batch["response_mask"].numpy()
     return {
         **metrics,
         **env_metrics(columns),
         **group_metrics(scores, columns["uid"], columns[MASKED_ROW_KEY]),
-        **token_metrics(batch.batch["responses"].numpy(), batch.batch["response_mask"].numpy()),
+        **token_metrics(batch.batch["responses"].numpy(), mask),
+        "env/all_masked": float(not mask.any()),  # rollout correction may have rejected what was left
     }
 
 

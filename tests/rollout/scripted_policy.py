@@ -75,6 +75,9 @@ def make_rules(**changes: Any) -> EpisodeRules:
         "success_on_termination": False,
         "max_episode_restarts": 0,
         "episode_timeout_s": 30.0,
+        "overlong_reward": 0.0,
+        "masked_end_reasons": frozenset(),
+        "bootstrap_on_truncation": False,
     }
     return EpisodeRules(**{**defaults, **changes})
 

@@ -23,8 +23,8 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 from recipe.agent_env.agent_dataset import EpisodeSpec, EpisodeTokenizer
 from recipe.agent_env.env_client import AsyncEnvClient, EnvClientConfig
-from recipe.agent_env.rollout.batch import assemble
-from recipe.agent_env.rollout.episode import EngineError, Episode, EpisodeRules, SampledReply, play_episode
+from recipe.agent_env.rollout.batch import assemble, mark_missing_baselines
+from recipe.agent_env.rollout.episode import EndReason, EngineError, Episode, EpisodeRules, SampledReply, play_episode
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
@@ -54,6 +54,9 @@ def episode_rules(config: DictConfig) -> EpisodeRules:
         success_on_termination=config.env.success_on_termination,
         max_episode_restarts=config.env.max_episode_restarts,
         episode_timeout_s=config.env.episode_timeout_s,
+        overlong_reward=config.env.overlong_reward,
+        masked_end_reasons=frozenset(EndReason(word) for word in config.env.masked_end_reasons),
+        bootstrap_on_truncation=config.env.bootstrap_on_truncation,
     )
 
 
@@ -244,6 +247,8 @@ class EnvAgentLoopManager(AgentLoopManager):
         self._stop_on_outage(episodes)
         kept = {k: v for k, v in prompts.non_tensor_batch.items() if k not in _STEERING_COLUMNS | _TRAINER_COLUMNS}
         output = assemble(episodes, pad_token_id=self._get_pad_token_id(), passed_on=kept)
+        if "__do_sample__" in columns:
+            mark_missing_baselines(output, is_greedy=~columns["__do_sample__"].astype(bool))
         output.meta_info["timing"] = _timing(episodes)
         return output
 

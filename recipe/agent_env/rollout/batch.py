@@ -19,6 +19,10 @@ MASKED_ROW_KEY = "is_masked"
 """Column: the row carries no learning signal and enters no baseline, KL or metric mean."""
 
 
+BOOTSTRAPPED_ROW_KEY = "is_bootstrapped"
+"""Column: the row's last attended token stands for what would have come next; its value is that of the last state."""
+
+
 class LedgerMismatchError(AssertionError):
     """What would be trained is not what happened. A bug of this package, never of the policy or the service."""
 
@@ -124,6 +128,17 @@ def check_batch(batch: DataProto, episodes: Sequence[Episode]) -> None:
     assert not response_mask[~is_trained].any()
 
 
+def mark_missing_baselines(batch: DataProto, is_greedy: np.ndarray) -> None:
+    """Make the reward of a masked greedy episode NaN: 0 would be a baseline that nobody played.
+
+    Args:
+        batch: What `assemble` made; changed in place.
+        is_greedy: Whether the row is a greedy baseline (verl's ReMax), which the trainer only sums the rewards of.
+    """
+    is_missing = torch.from_numpy(is_greedy & batch.non_tensor_batch[MASKED_ROW_KEY])
+    batch.batch["rm_scores"][is_missing, 0] = torch.nan
+
+
 VALIDATION_KEYS = ("acc", "num_assistant_turns", "num_env_steps", "end_reason")
 """Columns that verl's validation averages per `data_source`; text and None are left out by verl."""
 
@@ -135,6 +150,7 @@ def episode_columns(episodes: Sequence[Episode]) -> dict[str, np.ndarray]:
         "end_reason": object_array([e.end_reason.value for e in episodes]),
         MASKED_ROW_KEY: np.array([e.is_masked for e in episodes], dtype=bool),
         "is_failed": np.array([e.end_reason is EndReason.FAILED for e in episodes], dtype=bool),
+        BOOTSTRAPPED_ROW_KEY: np.array([e.is_bootstrapped for e in episodes], dtype=bool),
         "is_truncated": np.array([e.end_reason in TRUNCATION_REASONS for e in episodes], dtype=bool),
         "episode_return": np.array([e.episode_return for e in episodes], dtype=np.float64),
         "num_assistant_turns": np.array([e.num_assistant_turns for e in episodes], dtype=np.int32),

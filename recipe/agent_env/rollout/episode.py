@@ -85,6 +85,12 @@ class EpisodeRules:
     """How often a failed episode is played again."""
     episode_timeout_s: float
     """Longest duration of one attempt, in seconds."""
+    overlong_reward: float
+    """Added to the last turn's reward when our turn or context limit ends the episode."""
+    masked_end_reasons: frozenset[EndReason]
+    """Ends whose rows carry no learning signal, besides those that never do."""
+    bootstrap_on_truncation: bool
+    """Whether a truncated episode keeps its last observation, so that the critic can value the state it was cut in."""
 
     def __post_init__(self):
         if self.on_parse_error not in ("feedback", "terminate"):
@@ -154,11 +160,16 @@ class Episode:
     """Name and version that the service declared, where it did."""
     stats: EpisodeStats
     """Counts and seconds."""
+    is_withheld: bool = False
+    """Whether `env.masked_end_reasons` keeps this played episode out of training."""
+    is_bootstrapped: bool = False
+    """Whether the response goes on, with mask 0, to the end of the last observation and one placeholder token."""
 
     @property
     def is_masked(self) -> bool:
-        """Whether the row carries no learning signal: it failed, or nothing was sampled."""
-        return self.end_reason in (EndReason.FAILED, EndReason.PROMPT_TOO_LONG) or len(self.engine_ids) == 0
+        """Whether the row carries no learning signal: it failed, nothing was sampled, or its end is masked."""
+        never_played = self.end_reason in (EndReason.FAILED, EndReason.PROMPT_TOO_LONG) or len(self.engine_ids) == 0
+        return never_played or self.is_withheld
 
 
 @dataclass(kw_only=True, slots=True)
@@ -171,6 +182,7 @@ class _Attempt:
     episode_return: float = 0.0
     last_info: dict[str, Any] = field(default_factory=dict)
     service: str | None = None
+    is_bootstrapped: bool = False
     stats: EpisodeStats = field(default_factory=EpisodeStats)
 
     def pay(self, reward: float) -> None:
@@ -258,17 +270,37 @@ async def _play_turns(
         attempt.turn = turn + 1
         reply_ids = await _sample_turn(attempt, turn, sample=sample, rules=rules)
         observation, end_reason = await _answer_turn(attempt, session, reply_ids, tokenizer=tokenizer, rules=rules)
-        if end_reason is not None:
-            return end_reason
-        if turn + 1 == rules.max_turn:
-            return EndReason.MAX_TURN
-        with _Stopwatch(attempt.stats, "tokenize_s"):
-            written_ids, was_cut = tokenizer.observation_delta(observation, reply_ids)
-        attempt.stats.num_observations_cut += was_cut
-        if attempt.ledger.num_context_tokens + len(written_ids) > rules.max_prompt_length:
-            return EndReason.CONTEXT_FULL
-        attempt.ledger.add_written(written_ids)
+        if end_reason is None and turn + 1 == rules.max_turn:
+            end_reason = EndReason.MAX_TURN
+        if end_reason is None or (rules.bootstrap_on_truncation and end_reason in TRUNCATION_REASONS):
+            with _Stopwatch(attempt.stats, "tokenize_s"):
+                written_ids, was_cut = tokenizer.observation_delta(observation, reply_ids)
+            attempt.stats.num_observations_cut += was_cut
+            num_context_tokens = attempt.ledger.num_context_tokens + len(written_ids)
+            if end_reason is None and num_context_tokens > rules.max_prompt_length:
+                end_reason = EndReason.CONTEXT_FULL
+            if end_reason is None:
+                attempt.ledger.add_written(written_ids)
+                continue
+            if rules.bootstrap_on_truncation:
+                _keep_last_state(attempt, written_ids, rules)
+        if end_reason in (EndReason.MAX_TURN, EndReason.CONTEXT_FULL) and rules.overlong_reward != 0:
+            attempt.pay(rules.overlong_reward)
+        return end_reason
     raise AssertionError("unreachable: the last turn returns")
+
+
+def _keep_last_state(attempt: _Attempt, written_ids: list[int], rules: EpisodeRules) -> None:
+    """Append the observation that no turn answers any more, and one placeholder token after it.
+
+    verl's value at a position is that of the state before its token, so the placeholder's is that of everything read.
+    What would make the row longer than a row may be is left out: that episode then counts as if it had ended by itself.
+    """
+    assert attempt.ledger is not None
+    num_tokens = attempt.ledger.num_context_tokens + len(written_ids) + 1
+    if num_tokens <= rules.max_prompt_length + rules.max_response_length:
+        attempt.ledger.add_written([*written_ids, written_ids[-1]])
+        attempt.is_bootstrapped = True
 
 
 async def _sample_turn(attempt: _Attempt, turn: int, *, sample: Sampler, rules: EpisodeRules) -> list[int]:
@@ -304,7 +336,7 @@ async def _answer_turn(
     """The environment's answer to one reply, or ours where the reply is a policy mistake.
 
     Returns:
-        observation: Messages for the model; empty when the episode ended.
+        observation: Messages for the model; empty when the episode ended by itself.
         end_reason: None while the episode goes on.
     """
     stats = attempt.stats
@@ -332,9 +364,8 @@ async def _answer_turn(
     attempt.last_info = result.info
     if result.terminated:
         return [], EndReason.TERMINATED
-    if result.truncated:
-        return [], EndReason.ENV_TRUNCATED
-    return _after_tool_messages(result.observation, refused), None
+    observation = _after_tool_messages(result.observation, refused)
+    return observation, EndReason.ENV_TRUNCATED if result.truncated else None
 
 
 def _blame_policy(
@@ -387,6 +418,8 @@ def _finish(
         failure=failure,
         service=attempt.service,
         stats=attempt.stats,
+        is_withheld=reason in rules.masked_end_reasons,
+        is_bootstrapped=attempt.is_bootstrapped,
     )
 
 
