@@ -46,7 +46,7 @@ START_FIELDS = st.fixed_dictionaries(
 )
 BODIES = st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode())
 
-bounded = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+bounded = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")

@@ -10,18 +10,7 @@ from email.utils import format_datetime
 
 import pytest
 
-from recipe.agent_env.env_client import (
-    Capabilities,
-    EnvClientConfig,
-    EnvCrashedError,
-    EnvGoneError,
-    EnvProtocolError,
-    EnvRejectedError,
-)
-from recipe.agent_env.env_messages import MalformedAnswer
-from recipe.agent_env.env_protocol import (
-    Answer,
-    EnvProtocol,
+from recipe.agent_env.env_answers import (
     read_allow_parallel,
     read_capabilities,
     read_env_id,
@@ -31,6 +20,16 @@ from recipe.agent_env.env_protocol import (
     read_task_prompt,
     read_tools_schema,
 )
+from recipe.agent_env.env_client import (
+    Capabilities,
+    EnvClientConfig,
+    EnvCrashedError,
+    EnvGoneError,
+    EnvProtocolError,
+    EnvRejectedError,
+)
+from recipe.agent_env.env_messages import MalformedAnswer
+from recipe.agent_env.env_protocol import Answer, EnvProtocol
 
 STEP_REPLY = {"observation": [], "reward": 1, "done": False, "truncated": False, "info": {}}
 

@@ -3,10 +3,11 @@
 
 Owns the list of public names, and nothing else: import the client's parts from here. Two faces with the same names,
 `AsyncEnvClient` (aiohttp) for rollouts and `EnvClient` (requests) for notebooks and checks, share one core:
-`env_config` has the settings, `env_protocol` the calls and answers, `env_messages` the observations, `env_retry` when
+`env_config` has the settings, `env_protocol` the calls, `env_answers` and `env_messages` the answers, `env_retry` when
 to try again, `env_errors` the failures, `tool_check` the calls against the schema. None imports torch, ray or verl.
 """
 
+from recipe.agent_env.env_answers import Capabilities, StepResult
 from recipe.agent_env.env_client_async import AsyncEnvClient, AsyncEnvSession
 from recipe.agent_env.env_client_sync import EnvClient, EnvSession
 from recipe.agent_env.env_config import EnvClientConfig
@@ -20,7 +21,6 @@ from recipe.agent_env.env_errors import (
     EnvUnreachableError,
 )
 from recipe.agent_env.env_messages import Message, normalise_observation
-from recipe.agent_env.env_protocol import Capabilities, StepResult
 from recipe.agent_env.env_session import ClientStats
 from recipe.agent_env.tool_check import check_tool_calls
 

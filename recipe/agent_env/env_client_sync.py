@@ -15,14 +15,7 @@ from typing import Any, TypeVar
 
 from tenacity import Retrying
 
-from recipe.agent_env.env_config import EnvClientConfig
-from recipe.agent_env.env_errors import EnvError, EnvGoneError
-from recipe.agent_env.env_messages import Message
-from recipe.agent_env.env_protocol import (
-    ABSENT_CALL_STATUSES,
-    Answer,
-    Call,
-    EnvProtocol,
+from recipe.agent_env.env_answers import (
     StepResult,
     read_allow_parallel,
     read_env_id,
@@ -31,6 +24,10 @@ from recipe.agent_env.env_protocol import (
     read_task_prompt,
     read_tools_schema,
 )
+from recipe.agent_env.env_config import EnvClientConfig
+from recipe.agent_env.env_errors import EnvError, EnvGoneError
+from recipe.agent_env.env_messages import Message
+from recipe.agent_env.env_protocol import ABSENT_CALL_STATUSES, Answer, Call, EnvProtocol
 from recipe.agent_env.env_retry import retry_options
 from recipe.agent_env.env_session import ClientStats, SessionState
 from recipe.agent_env.env_transport_sync import SyncTransport

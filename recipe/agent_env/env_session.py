@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from recipe.agent_env.env_answers import Capabilities, StartReply
 from recipe.agent_env.env_errors import EnvError
 from recipe.agent_env.env_messages import Message
-from recipe.agent_env.env_protocol import Call, Capabilities, EnvProtocol, StartReply
+from recipe.agent_env.env_protocol import Call, EnvProtocol
 from recipe.agent_env.tool_check import ToolChecker
 
 
