@@ -69,13 +69,18 @@ def test_template_that_drops_replies_is_refused():
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("qwen3", "qwen3 rewrites earlier turns: it drops their thinking when a user message follows"),
+        ("qwen3", "my-model rewrites earlier turns: it drops their thinking when a user message follows"),
         ("mistral_nemo", "moves the tools when a user message follows; moves the system message when"),
     ],
 )
 def test_template_that_rewrites_earlier_turns_is_named(name, says, caplog):
     """P5: the ids stay as sampled and one warning says so, or the start is refused."""
-    tokenizer = family(name).tokenizer()
+    tokenizer = tokenizer_with(
+        tokenizers.template(name),
+        ["<|im_start|>", "<|im_end|>", *tokenizers.MISTRAL_SPECIAL],
+        bos_token="<s>",
+        eos_token="</s>",
+    )
     with caplog.at_level(logging.WARNING, logger="recipe.agent_env.prompt_styles"):
         build(tokenizer)
     assert [says in record.getMessage() for record in caplog.records] == [True]

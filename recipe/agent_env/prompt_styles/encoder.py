@@ -85,6 +85,8 @@ class PieceEncoder:
         self._border = f"\ue000{secrets.token_hex(16)}\ue000"
         self._ordinary = ordinary_tokenizer(backend, forbidden=list(self._controls), keep=blanks, border=self._border)
         self._border_id = self._ordinary.token_to_id(self._border)
+        # The twin numbers its few added tokens anew.
+        self._own_ids = {self._ordinary.token_to_id(t.content): backend.token_to_id(t.content) for t in blanks}
 
     def control_id(self, content: str) -> int | None:
         """The id of a control token, or None when the tokenizer has no such token."""
@@ -146,7 +148,7 @@ class PieceEncoder:
         if not at_start:
             ids = ids[1:]
         control_ids = iter([self._controls[content][0] for content in controls])
-        return [next(control_ids) if i == self._border_id else i for i in ids]
+        return [next(control_ids) if i == self._border_id else self._own_ids.get(i, i) for i in ids]
 
     def _ordinary_ids(self, text: str) -> list[int]:
         return self._ordinary.encode(text, add_special_tokens=False).ids

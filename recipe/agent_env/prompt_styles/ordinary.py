@@ -21,7 +21,7 @@ def ordinary_tokenizer(backend: Tokenizer, *, forbidden: list[str], keep: list[A
         border: Content of one new added token, by which the caller marks where a control token stands.
 
     Returns:
-        A tokenizer with the same normalizer, pre-tokenizer and model, and the ids of the original.
+        A tokenizer with the same normalizer, pre-tokenizer and model. Its added tokens may have other ids.
 
     Raises:
         PromptStyleError: The model still gives a control token for the text that spells it.

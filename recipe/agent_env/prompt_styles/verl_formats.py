@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe.agent_env.prompt_styles.errors import Message, PromptStyleError
-from recipe.agent_env.prompt_styles.json_reading import decoder
+from recipe.agent_env.prompt_styles.json_reading import call_of, decoder, json_problem
 from recipe.agent_env.prompt_styles.replies import MAX_CALLS, BrokenCall, Call, CallText, too_many_calls
 from recipe.agent_env.prompt_styles.reply_formats import ReplyFormat
 
@@ -88,15 +88,21 @@ class _VerlParser:
         coroutine = self.parser.extract_tool_calls(text[begin:], _schemas(tools))
         # In a thread of its own: the caller may itself run in an event loop.
         with ThreadPoolExecutor(max_workers=1) as pool:
-            _, parsed = pool.submit(asyncio.run, coroutine).result()
+            try:
+                _, parsed = pool.submit(asyncio.run, coroutine).result()
+            except Exception as exc:  # Whatever the model's text does to a parser of others is the model's mistake.
+                unreadable = BrokenCall(kind="bad_json", detail=f"cannot be read ({type(exc).__name__})")
+                return CallText(content=content, calls=[unreadable] * found)
         calls: list[Call | BrokenCall] = [_call(call.name, call.arguments) for call in parsed]
         unread = BrokenCall(kind="bad_json", detail="cannot be read", is_located=False)
         return CallText(content=content, calls=calls + [unread] * (found - len(calls)))
 
 
 def _call(name: str, arguments: str) -> Call | BrokenCall:
-    decoded = decoder().decode(arguments)
-    return Call(name=name, arguments=decoded)
+    try:
+        return call_of({"name": name, "arguments": decoder().decode(arguments)})
+    except (ValueError, RecursionError) as exc:
+        return json_problem(exc)
 
 
 def _schemas(tools: Sequence[Message] | None) -> list[Any]:
