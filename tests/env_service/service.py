@@ -150,4 +150,5 @@ def serve_process(*arguments: str, command: list[str] | None = None, **environme
     finally:
         if popen.poll() is None:
             popen.terminate()
-        popen.communicate(timeout=30)
+        if popen.stdout is not None and not popen.stdout.closed:
+            popen.communicate(timeout=30)

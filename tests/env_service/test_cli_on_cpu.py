@@ -118,6 +118,7 @@ def test_token_from_a_file_is_needed(tmp_path: Path):
         (["nowhere:X"], "No module named"),
         ([ECHO, "--max-sessions", "0"], "max_sessions"),
         ([ECHO, "--token-file", "/nonexistent"], "--token-file"),
+        ([ECHO, "--log-steps", "/nonexistent/steps.jsonl"], "--log-steps"),
         ([ECHO, "--name", "a", "--name", "b"], "--name b"),
     ],
 )
@@ -125,3 +126,9 @@ def test_wrong_arguments_end_with_the_reason(arguments: list[str], text: str):
     done = run(*arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and text in done.stderr and "Traceback" not in done.stderr
+
+
+def test_open_address_without_a_token_is_warned_about():
+    with serve_process(ECHO, "--host", "0.0.0.0") as process:
+        process.popen.terminate()
+        assert "no bearer token is set" in process.popen.communicate(timeout=30)[1]

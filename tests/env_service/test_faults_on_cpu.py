@@ -108,6 +108,13 @@ def test_start_outside_the_interface_is_500(name: str):
         assert_no_trace(answer.text)
 
 
+def test_factory_that_returns_no_environment_is_500():
+    with serve({"nothing": lambda: object()}) as service:
+        answer = service.initialize("nothing")
+        assert (answer.status_code, answer.json()["error"]) == (500, "environment_invalid_answer")
+        assert "has no method 'reset'" in answer.json()["message"]
+
+
 def test_info_that_contains_itself_is_500():
     info: dict[str, Any] = {}
     info["self"] = info

@@ -9,6 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
+from recipe.agent_env.env_service.registry import EnvironmentRegistry
+from recipe.agent_env.env_service.settings import ServiceSettings
+from recipe.agent_env.env_service.workers import ProcessBackend
 from tests.env_service.service import Service, call, say, serve
 from tests.env_service.toy_envs import EchoEnv, FaultyEnv
 
@@ -110,3 +113,10 @@ def test_workers_end_with_the_service():
         workers = set(psutil.Process().children()) - others
     gone, alive = psutil.wait_procs(list(workers), timeout=10)
     assert len(gone) == 2 and not alive
+
+
+async def test_factory_that_cannot_travel_stops_the_start():
+    backend = ProcessBackend(EnvironmentRegistry({"echo": lambda: EchoEnv()}), ServiceSettings(workers=1))
+    with pytest.raises(RuntimeError, match="did not start") as caught:
+        await backend.start()
+    assert "pickle" in str(caught.value.__cause__)

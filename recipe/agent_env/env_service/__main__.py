@@ -83,11 +83,26 @@ def read_token(token_file: Path | None) -> str | None:
     return token
 
 
+def check_step_log(path: str | None) -> str | None:
+    """Make sure that the step log can be written before anything is served.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if path is not None:
+        try:
+            open(path, "ab").close()
+        except OSError as error:
+            raise ValueError(f"--log-steps {path}: {error.strerror}") from error
+    return path
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the service until SIGINT or SIGTERM.
 
     Returns:
-        Exit status: 0 after a clean end, 2 for wrong arguments.
+        Exit status: 1 when the service could not start, 2 for wrong arguments. After a clean end uvicorn raises the
+        signal again, so that the caller sees what ended the process.
     """
     args = build_parser().parse_args(arguments)
     try:
@@ -101,11 +116,13 @@ def main(arguments: list[str] | None = None) -> int:
             workers=args.workers,
             max_body_bytes=args.max_body_bytes,
             bearer_token=read_token(args.token_file),
-            step_log_path=args.log_steps,
+            step_log_path=check_step_log(args.log_steps),
         )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if args.host not in ("127.0.0.1", "::1", "localhost") and settings.bearer_token is None:
+        print(f"warning: {args.host} is open to other machines, and no bearer token is set", file=sys.stderr)
     # Imported here: worker processes import this module too, and need neither.
     import uvicorn
 

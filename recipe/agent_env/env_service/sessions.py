@@ -58,7 +58,6 @@ class Session:
         "is_env_closed",
         "is_hung",
         "is_over",
-        "is_step_async",
         "last_answer",
         "last_body",
         "last_used",
@@ -83,7 +82,6 @@ class Session:
         self.is_closed = False
         self.is_env_closed = False
         self.is_hung = False
-        self.is_step_async = inspect.iscoroutinefunction(env.step)
         self.task_prompt = ""
         self.tools_schema: list[dict[str, Any]] = []
         self.allow_parallel = False
@@ -337,6 +335,9 @@ class SessionStore:
         def create() -> bool:
             env = self._registry.create(env_name, env_kwargs)
             created.append(env)
+            for method in ("reset", "step"):
+                if not callable(getattr(env, method, None)):
+                    raise _InvalidAnswerError(f"{type(env).__name__} has no method {method!r}")
             return inspect.iscoroutinefunction(env.reset)
 
         def create_and_reset() -> _Start | None:

@@ -100,7 +100,7 @@ class ProcessBackend:
 
     async def snapshot(self) -> tuple[dict[str, Any], dict[str, float]]:
         """Counters of all workers, past ones included."""
-        snapshots = [worker.snapshot for worker in self._workers.values()]
+        snapshots = await asyncio.gather(*(worker.fetch_snapshot() for worker in self._workers.values()))
         total = merge([self._past, *snapshots])
         total["counts"]["refused"] += self._refused
         return total, {
@@ -110,7 +110,9 @@ class ProcessBackend:
         }
 
     async def _initialize(self, body: bytes) -> Answer:
-        if not self._is_draining and not await self._gate.acquire(self._settings.queue_wait_s):
+        if self._is_draining:
+            raise ServiceError(503, "shutting_down", "the service is shutting down", self._settings.retry_after_s)
+        if not await self._gate.acquire(self._settings.queue_wait_s):
             self._refused += 1
             raise ServiceError(
                 503,
@@ -133,7 +135,14 @@ class ProcessBackend:
         """Run the worker of one slot, and the next one when it has died."""
         while True:
             generation = self._generations[slot]
-            worker = await Worker.start(self._registry, self._settings, slot, generation, self._gate.release)
+            try:
+                worker = await Worker.start(self._registry, self._settings, slot, generation, self._gate.release)
+            except RuntimeError as error:
+                if generation == 0:
+                    raise
+                logger.error("%s; trying again", error)
+                await asyncio.sleep(_RESPAWN_PAUSE_S)
+                continue
             self._workers[slot] = worker
             await worker.wait_until_dead(self._settings.call_timeout_s + 10.0)
             del self._workers[slot]
@@ -190,7 +199,7 @@ class Worker:
             target=run_worker,
             args=(registry, settings, f"w{slot}g{generation}-", theirs),
             name=f"env-worker-{slot}",
-            daemon=True,
+            daemon=False,  # a daemon could not start processes of its own, as some environments do
         )
         await asyncio.to_thread(process.start)
         theirs.close()
@@ -224,6 +233,14 @@ class Worker:
         if isinstance(answer, ServiceError):
             raise answer
         return answer
+
+    async def fetch_snapshot(self) -> dict[str, Any]:
+        """The worker's counters now, or its last report when it does not answer at once."""
+        try:
+            await asyncio.wait_for(self.call("report", "", b"", None), _SNAPSHOT_INTERVAL_S)
+        except (asyncio.TimeoutError, ServiceError):
+            logger.warning("%s does not report", self._process.name)
+        return self.snapshot
 
     def give_back_place(self) -> None:
         """Count one session less."""
@@ -308,6 +325,9 @@ async def _serve_front(
         try:
             if operation == "shutdown":
                 await store.shutdown()
+                _write_frame(writer, (request_id, Answer(body=b"{}")))
+            elif operation == "report":
+                _write_frame(writer, (0, store.counters.snapshot()))
                 _write_frame(writer, (request_id, Answer(body=b"{}")))
             else:
                 _write_frame(writer, (request_id, await store.call(operation, env_id, body, step_index)))
