@@ -1,9 +1,9 @@
 # Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Which row goes into which mini-batch, so that each of them has something to learn from.
 
-verl 0.9.1 divides by the number of sampled tokens of a mini-batch, which gives NaN where all its rows are masked, and
-its `seq-mean-*` losses divide by the number of rows, masked ones included. Both are put right on the trainer's side,
-before rows are sent: workers are other processes and stay verl's own.
+verl 0.9.1 divides by the number of sampled tokens of a mini-batch: where all its rows are masked the loss is NaN and
+the optimizer takes a step on nothing. Its `seq-mean-*` losses divide by the number of rows, masked ones included. Both
+are put right on the trainer's side, before rows are sent: workers are other processes and stay verl's own.
 """
 
 from collections.abc import Callable
