@@ -43,6 +43,8 @@ def env_client_config(config: DictConfig, *, num_sharers: int = 1) -> EnvClientC
         endpoint=env.environment_endpoint,
         request_timeout_s=env.request_timeout_s,
         connect_timeout_s=env.connect_timeout_s,
+        retry_time_s=env.retry_time_s,
+        busy_wait_s=env.busy_wait_s,
         keepalive_s=env.keepalive_s,
         max_concurrent_episodes=max(1, env.max_concurrent_episodes // num_sharers),
         bearer_token=env.bearer_token,
@@ -51,6 +53,8 @@ def env_client_config(config: DictConfig, *, num_sharers: int = 1) -> EnvClientC
         headers=headers,
         verify_tls=env.verify_tls,
         ca_file=env.ca_file,
+        client_cert_file=env.client_cert_file,
+        client_key_file=env.client_key_file,
         proxy=env.proxy,
         trust_env=env.trust_env,
     )

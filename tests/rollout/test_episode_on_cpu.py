@@ -455,7 +455,7 @@ async def test_cancelled_episode_closes_its_environment(server):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert server.live_count == 0
+    assert server.live_count == 0
 
 
 async def test_unforeseen_error_masks_one_row(server):

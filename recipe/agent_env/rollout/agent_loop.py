@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import numpy as np
 import ray
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker
 from verl.utils.ray_utils import auto_await
@@ -22,9 +22,10 @@ from verl.utils.skip import SkipManager
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from recipe.agent_env.agent_dataset import EpisodeSpec, EpisodeTokenizer
-from recipe.agent_env.env_client import AsyncEnvClient, EnvClientConfig
+from recipe.agent_env.env_client import AsyncEnvClient
+from recipe.agent_env.episode_settings import env_client_config, episode_rules
 from recipe.agent_env.rollout.batch import assemble, mark_missing_baselines
-from recipe.agent_env.rollout.episode import EndReason, EngineError, Episode, EpisodeRules, SampledReply, play_episode
+from recipe.agent_env.rollout.episode import EngineError, Episode, SampledReply, play_episode
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
@@ -40,50 +41,6 @@ _TRAINER_COLUMNS = frozenset({"data_source", "reward_model", "extra_info", "uid"
 
 class TooManyFailedEpisodesError(RuntimeError):
     """More than `env.max_failed_fraction` of a batch failed: going on would train on what is left of an outage."""
-
-
-def episode_rules(config: DictConfig) -> EpisodeRules:
-    """The rules of an episode, from the whole config."""
-    return EpisodeRules(
-        max_prompt_length=config.data.max_prompt_length,
-        max_response_length=config.data.max_response_length,
-        max_turn=config.env.max_turn,
-        tool_parsing_error_reward=config.env.tool_parsing_error_reward,
-        on_parse_error=config.env.on_parse_error,
-        success_key=config.env.success_key,
-        success_on_termination=config.env.success_on_termination,
-        max_episode_restarts=config.env.max_episode_restarts,
-        episode_timeout_s=config.env.episode_timeout_s,
-        overlong_reward=config.env.overlong_reward,
-        masked_end_reasons=frozenset(EndReason(word) for word in config.env.masked_end_reasons),
-        bootstrap_on_truncation=config.env.bootstrap_on_truncation,
-    )
-
-
-def env_client_config(config: DictConfig, *, num_sharers: int = 1) -> EnvClientConfig:
-    """The client's options, from the whole config.
-
-    Args:
-        config: The whole config.
-        num_sharers: Processes that share `env.max_concurrent_episodes`; each gets its part, at least one.
-    """
-    env = config.env
-    headers: Any = OmegaConf.to_container(env.headers)
-    return EnvClientConfig(
-        endpoint=env.environment_endpoint,
-        request_timeout_s=env.request_timeout_s,
-        connect_timeout_s=env.connect_timeout_s,
-        keepalive_s=env.keepalive_s,
-        max_concurrent_episodes=max(1, env.max_concurrent_episodes // num_sharers),
-        bearer_token=env.bearer_token,
-        bearer_token_file=env.bearer_token_file,
-        bearer_token_env=env.bearer_token_env,
-        headers=headers,
-        verify_tls=env.verify_tls,
-        ca_file=env.ca_file,
-        proxy=env.proxy,
-        trust_env=env.trust_env,
-    )
 
 
 class EngineSampler:

@@ -211,10 +211,7 @@ async def play_episode(
     for num_restarts in range(rules.max_episode_restarts + 1):
         attempt = _Attempt()
         try:
-            reason = await asyncio.wait_for(
-                _play_attempt(spec, attempt, client=client, tokenizer=tokenizer, sample=sample, rules=rules),
-                timeout=rules.episode_timeout_s,
-            )
+            reason = await _play_attempt(spec, attempt, client=client, tokenizer=tokenizer, sample=sample, rules=rules)
             return _finish(attempt, reason, rules=rules, num_restarts=num_restarts)
         except (EnvError, EngineError, PromptStyleError) as exc:
             failure = f"{type(exc).__name__}: {exc}"
@@ -238,27 +235,43 @@ async def _play_attempt(
     sample: Sampler,
     rules: EpisodeRules,
 ) -> EndReason:
-    """Open the environment, play, and close it whatever happens."""
-    stats = attempt.stats
-    with _Stopwatch(stats, "env_s"):
+    """Open the environment, play, and close it whatever happens.
+
+    Waiting for a free place does not count towards the episode's time limit; the calls of `open` have limits of their own.
+    """
+    with _Stopwatch(attempt.stats, "env_s"):
         session = await client.open(env_name=spec.env_name, seed=spec.seed, env_kwargs=spec.env_kwargs)
     try:
         attempt.service = f"{session.capabilities.name} {session.capabilities.version}".strip() or None
-        try:
-            with _Stopwatch(stats, "tokenize_s"):
-                prompt_ids, was_cut = tokenizer.first_prompt(
-                    session.task_prompt, session.observation, session.tools_schema
-                )
-        except PromptTooLongError as exc:
-            logger.warning("%s [episode %r seed %s]", exc, spec.env_name, spec.seed)
-            return EndReason.PROMPT_TOO_LONG
-        stats.num_observations_cut += was_cut
-        attempt.ledger = TokenLedger(prompt_ids)
-        if session.is_terminated:
-            return EndReason.TERMINATED
-        return await _play_turns(attempt, session, tokenizer=tokenizer, sample=sample, rules=rules)
+        return await asyncio.wait_for(
+            _play_opened(spec, attempt, session, tokenizer=tokenizer, sample=sample, rules=rules),
+            timeout=rules.episode_timeout_s,
+        )
     finally:
-        await session.close()
+        session.close_soon()  # a service that hangs in close must not hold up the episode; the client sees to the rest
+
+
+async def _play_opened(
+    spec: EpisodeSpec,
+    attempt: _Attempt,
+    session: AsyncEnvSession,
+    *,
+    tokenizer: EpisodeTokenizer,
+    sample: Sampler,
+    rules: EpisodeRules,
+) -> EndReason:
+    """The first prompt, then the turns."""
+    try:
+        with _Stopwatch(attempt.stats, "tokenize_s"):
+            prompt_ids, was_cut = tokenizer.first_prompt(session.task_prompt, session.observation, session.tools_schema)
+    except PromptTooLongError as exc:
+        logger.warning("%s [episode %r seed %s]", exc, spec.env_name, spec.seed)
+        return EndReason.PROMPT_TOO_LONG
+    attempt.stats.num_observations_cut += was_cut
+    attempt.ledger = TokenLedger(prompt_ids)
+    if session.is_terminated:
+        return EndReason.TERMINATED
+    return await _play_turns(attempt, session, tokenizer=tokenizer, sample=sample, rules=rules)
 
 
 async def _play_turns(
