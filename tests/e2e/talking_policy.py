@@ -1,0 +1,55 @@
+# Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A policy that has learned to talk and nothing else: whatever it reads, it writes a random move as a well-formed call.
+
+It takes seconds to make, where one that plays takes minutes; enough for tests of what becomes of a reply. In the compact
+spelling of a call no token comes twice, so the last token alone says what comes next: attention starts switched off, and a
+long conversation cannot confuse it.
+"""
+
+import random
+from pathlib import Path
+
+import torch
+
+from examples.sokoban.sokoban_env import TOOLS
+from examples.tiny_model import build_model, build_tokenizer
+
+_NUM_STEPS = 80
+_BATCH_SIZE = 32
+
+
+def _reply(rng: random.Random) -> str:
+    name = rng.choice(TOOLS)["function"]["name"]
+    return f'<tool_call>{{"name":"{name}","arguments":{{}}}}</tool_call><|im_end|>'
+
+
+def make_talking_policy(folder: Path, *, seed: int = 0) -> None:
+    """Write a model folder.
+
+    Args:
+        folder: Made; transformers, verl and vLLM load it.
+        seed: Of the weights and the moves.
+    """
+    rng = random.Random(seed)
+    frames = ["# # - @ $ .\n" * 3, "<|im_start|>assistant\n", "user tool_response system arguments player box target"]
+    tokenizer = build_tokenizer([*(_reply(rng) for _ in range(300)), *frames], vocab_size=512)
+    model = build_model(tokenizer, hidden_size=64, num_layers=2, num_heads=2, seed=seed)
+    attention = [layer.self_attn.o_proj.weight for layer in model.model.layers]
+    for weight in attention:
+        torch.nn.init.zeros_(weight).requires_grad_(False)
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=5e-3)
+    header_ids = tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+    for _ in range(_NUM_STEPS):
+        rows = [header_ids + tokenizer(_reply(rng), add_special_tokens=False)["input_ids"] for _ in range(_BATCH_SIZE)]
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+        labels = torch.tensor([row + [-100] * (longest - len(row)) for row in rows])
+        labels[:, : len(header_ids)] = -100
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for weight in attention:
+        weight.requires_grad_(True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
