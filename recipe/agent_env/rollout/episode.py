@@ -237,7 +237,7 @@ async def _play_attempt(
 ) -> EndReason:
     """Open the environment, play, and close it whatever happens.
 
-    Waiting for a free place does not count towards the episode's time limit; the calls of `open` have limits of their own.
+    Waiting for a free place does not count towards the time limit; the calls of `open` have limits of their own.
     """
     with _Stopwatch(attempt.stats, "env_s"):
         session = await client.open(env_name=spec.env_name, seed=spec.seed, env_kwargs=spec.env_kwargs)
