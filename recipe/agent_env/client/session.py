@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from recipe.agent_env.env_answers import Capabilities, StartReply
-from recipe.agent_env.env_errors import EnvError
-from recipe.agent_env.env_messages import Message
-from recipe.agent_env.env_protocol import Call, EnvProtocol
-from recipe.agent_env.tool_check import ToolChecker
+from recipe.agent_env.client.answers import Capabilities, StartReply
+from recipe.agent_env.client.errors import EnvError
+from recipe.agent_env.client.messages import Message
+from recipe.agent_env.client.protocol import Call, EnvProtocol
+from recipe.agent_env.client.tool_check import ToolChecker
 
 
 @dataclass(kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from tenacity import Retrying
 
-from recipe.agent_env.env_answers import (
+from recipe.agent_env.client.answers import (
     StepResult,
     read_allow_parallel,
     read_env_id,
@@ -24,13 +24,13 @@ from recipe.agent_env.env_answers import (
     read_task_prompt,
     read_tools_schema,
 )
-from recipe.agent_env.env_config import EnvClientConfig
-from recipe.agent_env.env_errors import EnvError, EnvGoneError
-from recipe.agent_env.env_messages import Message
-from recipe.agent_env.env_protocol import ABSENT_CALL_STATUSES, Answer, Call, EnvProtocol
-from recipe.agent_env.env_retry import retry_options
-from recipe.agent_env.env_session import ClientStats, SessionState
-from recipe.agent_env.env_transport_sync import SyncTransport
+from recipe.agent_env.client.config import EnvClientConfig
+from recipe.agent_env.client.errors import EnvError, EnvGoneError
+from recipe.agent_env.client.messages import Message
+from recipe.agent_env.client.protocol import ABSENT_CALL_STATUSES, Answer, Call, EnvProtocol
+from recipe.agent_env.client.retry import retry_options
+from recipe.agent_env.client.session import ClientStats, SessionState
+from recipe.agent_env.client.sync_transport import SyncTransport
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARNING"))

@@ -17,9 +17,9 @@ from typing import Any
 from tenacity import RetryCallState, retry_if_exception
 from tenacity.wait import wait_exponential, wait_random
 
-from recipe.agent_env.env_config import EnvClientConfig
-from recipe.agent_env.env_errors import EnvError
-from recipe.agent_env.env_protocol import Call
+from recipe.agent_env.client.config import EnvClientConfig
+from recipe.agent_env.client.errors import EnvError
+from recipe.agent_env.client.protocol import Call
 
 
 def retry_options(config: EnvClientConfig, call: Call, on_retry: Callable[[], None]) -> dict[str, Any]:

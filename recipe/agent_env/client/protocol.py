@@ -2,7 +2,7 @@
 """The environment protocol as pure functions: build a call, judge its answer.
 
 Owns paths, bodies, headers, what a status means, and the text of every failure; the fields of an answer are the concern
-of `env_answers`. Opens no connection and keeps no state: the two faces of `env_client` send what is built here and hand
+of `answers`. Opens no connection and keeps no state: the two faces of `env_client` send what is built here and hand
 back what came.
 """
 
@@ -17,8 +17,8 @@ from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from recipe.agent_env.env_config import EnvClientConfig
-from recipe.agent_env.env_errors import (
+from recipe.agent_env.client.config import EnvClientConfig
+from recipe.agent_env.client.errors import (
     EnvCrashedError,
     EnvError,
     EnvGoneError,
@@ -27,7 +27,7 @@ from recipe.agent_env.env_errors import (
     EnvTimeoutError,
     EnvUnreachableError,
 )
-from recipe.agent_env.env_messages import (
+from recipe.agent_env.client.messages import (
     MalformedAnswer,
     Message,
     build_action,

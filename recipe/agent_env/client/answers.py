@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from recipe.agent_env.env_messages import MalformedAnswer, Message, describe, normalise_observation
+from recipe.agent_env.client.messages import MalformedAnswer, Message, describe, normalise_observation
 
 _MAX_ID_CHARS = 512
 

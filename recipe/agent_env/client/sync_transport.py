@@ -23,8 +23,8 @@ from requests.adapters import HTTPAdapter
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
-from recipe.agent_env.env_config import EnvClientConfig
-from recipe.agent_env.env_protocol import Answer, Call, EnvProtocol
+from recipe.agent_env.client.config import EnvClientConfig
+from recipe.agent_env.client.protocol import Answer, Call, EnvProtocol
 
 _CHUNK_BYTES = 64 * 1024
 
