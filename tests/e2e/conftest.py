@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from examples.sokoban.curate_data import main as curate
-from examples.sokoban.warm_start import WarmStartConfig, warm_start
+from tests.e2e.talking_policy import make_talking_policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +43,8 @@ class Material:
 
 @pytest.fixture(scope="session")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
-    """Rooms, and a policy that has seen enough of them to write calls most of the time."""
+    """Rooms, and a policy that writes calls."""
     folder = tmp_path_factory.mktemp("material")
     curate(["--out-dir", str(folder), "--num-train", "64", "--num-test", "4", "--dim", "6", "6", "--quiet"])
-    config = WarmStartConfig(num_episodes=192, num_epochs=3, hidden_size=64, num_layers=2, num_heads=2, batch_size=16)
-    warm_start(folder / "model", folder / "train.parquet", config, show_progress=False)
+    make_talking_policy(folder / "model")
     return Material(model=folder / "model", train_file=folder / "train.parquet", test_file=folder / "test.parquet")
