@@ -36,7 +36,9 @@ def test_line_is_read(line, calls):
         assert read_action(line, TOOLS)["content"] == line
 
 
-@pytest.mark.parametrize("line", ["{broken", '{"arguments": {}}', "move {x", "move up", "wait; hello", "move [1]", "mvoe"])
+@pytest.mark.parametrize(
+    "line", ["{broken", '{"arguments": {}}', "move {x", "move up", "wait; hello", "move [1]", "mvoe"]
+)
 def test_broken_call_is_refused(line):
     with pytest.raises(BadInputError):
         read_action(line, TOOLS)
