@@ -1,9 +1,9 @@
 # Licensed under the Apache License, Version 2.0 (see LICENSE).
 """A policy that has learned to talk and nothing else: whatever it reads, it writes a random move as a well-formed call.
 
-It takes seconds to make, where one that plays takes minutes; enough for tests of what becomes of a reply. In the compact
-spelling of a call no token comes twice, so the last token alone says what comes next: attention starts switched off, and a
-long conversation cannot confuse it.
+It takes seconds to make, where one that plays takes minutes; enough for tests of what becomes of a reply. In the
+compact spelling of a call no token comes twice, so the last token alone says what comes next: attention starts
+switched off, and a long conversation cannot confuse it.
 """
 
 import random
