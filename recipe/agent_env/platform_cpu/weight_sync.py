@@ -117,7 +117,7 @@ class WatchedWeightSender(BucketedWeightSender):
         error = self._receiver.exception()
         if error is None:
             raise WeightSyncError("weight sync: the rollout engine stopped receiving before the last bucket was sent")
-        raise WeightSyncError(f"weight sync: the rollout engine failed to load the weights: {error}") from error
+        raise WeightSyncError(f"weight sync: the rollout engine failed to load them: {_reason(error)}") from error
 
 
 class WatchedServerAdapter(ServerAdapter):
@@ -171,4 +171,9 @@ class WatchedServerAdapter(ServerAdapter):
             deadline.check(what)
             raise
         except Exception as error:
-            raise WeightSyncError(f"weight sync: the rollout engine failed to {what}: {error}") from error
+            raise WeightSyncError(f"weight sync: the rollout engine failed to {what}: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    # A RayTaskError prints the traceback of the other process; its cause is the error itself.
+    return str(getattr(error, "cause", None) or error)
