@@ -25,7 +25,7 @@ class Material:
             "env.max_turn=4",
             f"data.train_files={self.train_file}",
             f"data.val_files={self.test_file}",
-            "data.max_prompt_length=1536",
+            "data.max_prompt_length=3072",
             "data.max_response_length=40",
             f"actor_rollout_ref.model.path={self.model}",
             f"critic.model.path={self.model}",

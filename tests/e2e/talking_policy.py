@@ -6,12 +6,13 @@ compact spelling of a call no token comes twice, so the last token alone says wh
 switched off, and a long conversation cannot confuse it.
 """
 
+import json
 import random
 from pathlib import Path
 
 import torch
 
-from examples.sokoban.sokoban_env import TOOLS
+from examples.sokoban.sokoban_env import TOOLS, SokobanEnv
 from examples.tiny_model import build_model, build_tokenizer
 
 _NUM_STEPS = 80
@@ -31,8 +32,8 @@ def make_talking_policy(folder: Path, *, seed: int = 0) -> None:
         seed: Of the weights and the moves.
     """
     rng = random.Random(seed)
-    frames = ["# # - @ $ .\n" * 3, "<|im_start|>assistant\n", "user tool_response system arguments player box target"]
-    tokenizer = build_tokenizer([*(_reply(rng) for _ in range(300)), *frames], vocab_size=512)
+    frames = ["# # - @ $ .\n" * 3, "user tool_response system", SokobanEnv().task_prompt, json.dumps(TOOLS)]
+    tokenizer = build_tokenizer([*(_reply(rng) for _ in range(300)), *frames], vocab_size=1024)
     model = build_model(tokenizer, hidden_size=64, num_layers=2, num_heads=2, seed=seed)
     attention = [layer.self_attn.o_proj.weight for layer in model.model.layers]
     for weight in attention:

@@ -21,11 +21,11 @@ from verl.utils.rollout_trace import rollout_trace_attr
 from verl.utils.skip import SkipManager
 from verl.workers.rollout.llm_server import LLMServerClient
 
-from recipe.agent_env.agent_dataset import EpisodeSpec, EpisodeTokenizer
+from recipe.agent_env.agent_dataset import EpisodeSpec, EpisodeTokenizer, PromptTooLongError
 from recipe.agent_env.env_client import AsyncEnvClient
 from recipe.agent_env.episode_settings import env_client_config, episode_rules
 from recipe.agent_env.rollout.batch import assemble, mark_missing_baselines
-from recipe.agent_env.rollout.episode import EngineError, Episode, SampledReply, play_episode
+from recipe.agent_env.rollout.episode import EndReason, EngineError, Episode, SampledReply, play_episode
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
@@ -186,6 +186,7 @@ class EnvAgentLoopManager(AgentLoopManager):
 
         Raises:
             TooManyFailedEpisodesError: The failed share of the batch is above `env.max_failed_fraction`.
+            PromptTooLongError: No first prompt of the batch fits.
         """
         columns = prompts.non_tensor_batch
         columns["priority"] = np.arange(len(prompts), dtype=np.int64)
@@ -202,6 +203,7 @@ class EnvAgentLoopManager(AgentLoopManager):
         played_episodes = [episode for result in results for episode in result]
         episodes = [played_episodes[i] for i in source]
         self._stop_on_outage(episodes)
+        self._stop_on_useless_data(episodes)
         kept = {k: v for k, v in prompts.non_tensor_batch.items() if k not in _STEERING_COLUMNS | _TRAINER_COLUMNS}
         output = assemble(episodes, pad_token_id=self._get_pad_token_id(), passed_on=kept)
         if "__do_sample__" in columns:
@@ -219,6 +221,14 @@ class EnvAgentLoopManager(AgentLoopManager):
             tokenizer = hf_tokenizer(path, trust_remote_code=self.model_config.get("trust_remote_code", False))
             self._pad_token_id = tokenizer.pad_token_id
         return self._pad_token_id
+
+    def _stop_on_useless_data(self, episodes: list[Episode]) -> None:
+        if all(e.end_reason is EndReason.PROMPT_TOO_LONG for e in episodes):
+            limit = self.config.data.max_prompt_length
+            raise PromptTooLongError(
+                f"none of the {len(episodes)} first prompts of the batch fits data.max_prompt_length={limit}, so there is "
+                "nothing to train on: raise it, shorten the task prompt and tools, or set data.truncation"
+            )
 
     def _stop_on_outage(self, episodes: list[Episode]) -> None:
         failures = [e.failure for e in episodes if e.failure is not None]
