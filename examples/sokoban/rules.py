@@ -11,6 +11,7 @@ A room is a grid of cells. Walls and targets are fixed; boxes and the player mov
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 from examples.integer_draws import make_draw, pick
@@ -121,19 +122,26 @@ def _with(room: Room, boxes: tuple[Cell, ...], player: Cell) -> Room:
 
 def to_grid(room: Room) -> list[list[int]]:
     """The `room_state` form: one integer per cell."""
-    boxes = set(room.boxes)
+    grid = [list(row) for row in _fixed_grid(room.num_rows, room.num_columns, room.walls, room.targets)]
+    for row, column in room.boxes:
+        grid[row][column] = BOX_ON_TARGET if grid[row][column] == TARGET else BOX
+    row, column = room.player
+    grid[row][column] = PLAYER_ON_TARGET if grid[row][column] == TARGET else PLAYER
+    return grid
 
-    def value(cell: Cell) -> int:
-        on_target = cell in room.targets
-        if cell in room.walls:
-            return WALL
-        if cell in boxes:
-            return BOX_ON_TARGET if on_target else BOX
-        if cell == room.player:
-            return PLAYER_ON_TARGET if on_target else PLAYER
-        return TARGET if on_target else FLOOR
 
-    return [[value((row, column)) for column in range(room.num_columns)] for row in range(room.num_rows)]
+@lru_cache(maxsize=4096)
+def _fixed_grid(
+    num_rows: int, num_columns: int, walls: frozenset[Cell], targets: frozenset[Cell]
+) -> tuple[tuple[int, ...], ...]:
+    """The `room_fixed` form: what no action changes."""
+    return tuple(
+        tuple(
+            WALL if (row, column) in walls else TARGET if (row, column) in targets else FLOOR
+            for column in range(num_columns)
+        )
+        for row in range(num_rows)
+    )
 
 
 def serialise(room: Room) -> dict[str, Any]:
@@ -143,13 +151,7 @@ def serialise(room: Room) -> dict[str, Any]:
         `room_fixed` (walls, floor, targets), `room_state` (everything), `box_mapping` (target to box, keys like
         `"(1, 3)"`; boxes are given to targets in order of the boxes and of the sorted targets).
     """
-    fixed = [
-        [
-            WALL if (row, column) in room.walls else TARGET if (row, column) in room.targets else FLOOR
-            for column in range(room.num_columns)
-        ]
-        for row in range(room.num_rows)
-    ]
+    fixed = [list(row) for row in _fixed_grid(room.num_rows, room.num_columns, room.walls, room.targets)]
     mapping = {str(target): list(box) for target, box in zip(sorted(room.targets), room.boxes, strict=True)}
     return {"room_fixed": fixed, "room_state": to_grid(room), "box_mapping": mapping}
 
