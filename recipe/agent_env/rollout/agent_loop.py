@@ -226,8 +226,8 @@ class EnvAgentLoopManager(AgentLoopManager):
         if all(e.end_reason is EndReason.PROMPT_TOO_LONG for e in episodes):
             limit = self.config.data.max_prompt_length
             raise PromptTooLongError(
-                f"none of the {len(episodes)} first prompts of the batch fits data.max_prompt_length={limit}, so there is "
-                "nothing to train on: raise it, shorten the task prompt and tools, or set data.truncation"
+                f"none of the {len(episodes)} first prompts of the batch fits data.max_prompt_length={limit}, so "
+                "there is nothing to train on: raise it, shorten the task prompt and tools, or set data.truncation"
             )
 
     def _stop_on_outage(self, episodes: list[Episode]) -> None:
