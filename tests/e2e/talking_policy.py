@@ -31,6 +31,7 @@ def make_talking_policy(folder: Path, *, seed: int = 0) -> None:
         folder: Made; transformers, verl and vLLM load it.
         seed: Of the weights and the moves.
     """
+    torch.set_num_threads(1)  # the matrices are tiny, and threads that wait for each other slow a busy machine down
     rng = random.Random(seed)
     frames = ["# # - @ $ .\n" * 3, "user tool_response system", SokobanEnv().task_prompt, json.dumps(TOOLS)]
     tokenizer = build_tokenizer([*(_reply(rng) for _ in range(300)), *frames], vocab_size=1024)
