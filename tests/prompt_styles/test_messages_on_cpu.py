@@ -69,6 +69,7 @@ def test_no_messages(messages):
         ({"role": "user", "content": {"a": 1}}, "message 1: content must be a string, .* got dict"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "message 1: only text parts .*'image_url'.*images"),
         ({"role": "user", "content": [{"type": "text", "text": 3}]}, "message 1: only text parts"),
+        ({"role": "user", "content": [{"type": "image_url", "text": "x"}]}, "only text parts .*'image_url'"),
         ({"role": "user", "content": [3]}, "message 1: only text parts .*'int'"),
         ({"role": "assistant", "tool_calls": {}}, "message 1: tool_calls must be a list or null, got dict"),
         ({"role": "assistant", "tool_calls": ["x"]}, "message 1: a tool call must be an object with function.name"),

@@ -18,6 +18,10 @@ WAIT = Call(name="wait", arguments={})
 UP = Call(name="push", arguments={"direction": "up"})
 
 
+def details(taken_apart):
+    return [call.detail for call in taken_apart.calls if isinstance(call, BrokenCall)]
+
+
 def kinds(taken_apart):
     return [call.kind if isinstance(call, BrokenCall) else call.name for call in taken_apart.calls]
 
@@ -49,6 +53,13 @@ def test_llama3_json(text, found, content):
     taken_apart = parse_llama3_json(text, TOOLS)
     assert kinds(taken_apart) == found
     assert taken_apart.content == content
+
+
+def test_llama3_json_tells_what_is_wrong():
+    assert details(parse_llama3_json('{"name": 1 2}')) == [
+        "is not valid JSON (Expecting ',' delimiter at character 11)"
+    ]
+    assert details(parse_llama3_json('{"name": "f"}')) == ['has no "parameters" that is a JSON object']
 
 
 def test_llama3_json_without_tools_is_an_answer():
@@ -84,6 +95,12 @@ def test_mistral(text, found, content):
     assert taken_apart.content == content
 
 
+def test_mistral_tells_what_is_wrong():
+    assert details(parse_mistral("[TOOL_CALLS] {")) == [
+        "is not valid JSON (Expecting property name enclosed in double quotes at character 2)"
+    ]
+
+
 CALL = "<|channel|>commentary to=functions.wait <|constrain|>json<|message|>"
 
 
@@ -101,6 +118,7 @@ CALL = "<|channel|>commentary to=functions.wait <|constrain|>json<|message|>"
         ("<|channel|>final<|message|>lef", [], "lef"),
         ("<|channel|>commentary<|message|>preamble<|end|>", [], ""),
         ("plain", [], "plain"),
+        ("<|channel|>final<|message|>a<|message|>b<|end|><|start|>assistant<|message|>c", [], "a<|message|>b\nc"),
         ("", [], ""),
         (f"{CALL}{{}}", ["unclosed_call"], ""),
         (f"{CALL}{{}}<|end|>", ["unclosed_call"], ""),
@@ -115,6 +133,14 @@ def test_harmony(text, found, content):
     assert taken_apart.content == content
 
 
+def test_harmony_tells_what_is_wrong():
+    assert details(parse_harmony(f"{CALL}{{}}")) == ["is not closed with <|call|>"]
+    assert details(parse_harmony(f"{CALL}[]<|call|>")) == ["has arguments that are no JSON object"]
+    assert details(parse_harmony(f"{CALL}{{<|call|>")) == [
+        "is not valid JSON (Expecting property name enclosed in double quotes at character 1)"
+    ]
+
+
 @pytest.mark.parametrize(
     ("parse", "text"),
     [
@@ -124,8 +150,12 @@ def test_harmony(text, found, content):
     ids=["llama3_json", "mistral"],
 )
 def test_more_calls_than_the_limit_are_all_broken(parse, text):
-    assert kinds(parse(text, TOOLS)) == ["too_long"] * (MAX_CALLS + 1)
-    assert len(set(kinds(parse(text[: len(text) * MAX_CALLS // (MAX_CALLS + 1)], TOOLS)))) == 1
+    beyond = parse(text, TOOLS)
+    assert kinds(beyond) == ["too_long"] * (MAX_CALLS + 1)
+    assert details(beyond) == [f"belongs to a turn with more than {MAX_CALLS} calls"] * (MAX_CALLS + 1)
+    assert beyond.content == ""
+    within = parse(text[: len(text) * MAX_CALLS // (MAX_CALLS + 1)], TOOLS)
+    assert kinds(within) == ["wait"] * MAX_CALLS
 
 
 # One call of `push` with direction "up" and steps 2, as each of verl's parsers reads it.

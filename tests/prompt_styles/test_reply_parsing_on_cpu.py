@@ -91,13 +91,17 @@ def test_half_of_a_surrogate_pair_becomes_a_replacement_character():
         ('<tool_call>{"name": "push", "arguments": {}} please</tool_call>', "bad_json", "Extra data"),
         ('<tool_call>{"name": "push", "arguments": {"steps": NaN}}</tool_call>', "bad_json", "NaN is no JSON number"),
         ('<tool_call>{"name": "push", "arguments": {"s": -Infinity}}</tool_call>', "bad_json", "-Infinity is no"),
-        ('<tool_call>{"name": "push", "arguments": {"steps": 1e999}}</tool_call>', "bad_json", "out of range"),
+        (
+            '<tool_call>{"name": "push", "arguments": {"steps": 1e999}}</tool_call>',
+            "bad_json",
+            "(a number is out of range)",
+        ),
         (
             f'<tool_call>{{"name": "push", "arguments": {{"s": {"9" * 401}}}}}</tool_call>',
             "bad_json",
-            "too many digits",
+            "(a number has too many digits)",
         ),
-        (f"<tool_call>{'[' * 100_000}</tool_call>", "bad_json", "nested too deeply"),
+        (f"<tool_call>{'[' * 100_000}</tool_call>", "bad_json", "The tool call is nested too deeply."),
         ("<tool_call></tool_call>", "bad_json", "Expecting value"),
         ('<tool_call>["push", {}]</tool_call>', "not_an_object", "not a JSON object"),
         ('<tool_call>"push"</tool_call>', "not_an_object", "not a JSON object"),
@@ -154,7 +158,7 @@ def test_nested_tags_break_the_outer_call_only():
 
 @pytest.mark.parametrize("tag", ["</tool_call>", "<tool_call>", "<tool_call></tool_call>"])
 def test_tags_inside_a_string_belong_to_the_string(tag):
-    body = json.dumps({"name": "push", "arguments": {"direction": tag}})
+    body = "\n " + json.dumps({"name": "push", "arguments": {"direction": tag}})
     assert functions(parse(f"<tool_call>{body}\n</tool_call>{END}")) == [("push", json.dumps({"direction": tag}))]
 
 
@@ -226,6 +230,16 @@ def test_names_are_checked_only_against_given_tools():
         'The tool call calls an unknown tool "push"; there are no tools. It was not executed.'
     )
     assert parse(PUSH, [{"name": "push"}, "nonsense", {"function": None}, {"function": {"name": 1}}]).error is None
+
+
+@pytest.mark.parametrize(("length", "is_whole"), [(64, True), (65, False)])
+def test_names_are_shown_up_to_a_length_and_in_plain_letters(length, is_whole):
+    name = "é" + "f" * (length - 1)
+    reply = parse(f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>')
+    shown = '"\\u00e9' + ("f" * (length - 1) if is_whole else "f" * 60 + "...") + '"'
+    assert reply.error.text == (
+        f"The tool call calls an unknown tool {shown}; the tools are push, wait. It was not executed."
+    )
 
 
 def test_feedback_stays_short_however_long_the_name():

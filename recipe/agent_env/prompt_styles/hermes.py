@@ -9,13 +9,12 @@ import re
 from collections.abc import Sequence
 
 from recipe.agent_env.prompt_styles.errors import Message
-from recipe.agent_env.prompt_styles.json_reading import decoder, read_call
+from recipe.agent_env.prompt_styles.json_reading import decoder, read_call, skip_space
 from recipe.agent_env.prompt_styles.replies import MAX_CALLS, BrokenCall, Call, CallText, too_many_calls
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 _TAG = re.compile("<tool_call>|</tool_call>")
-_SPACE = re.compile(r"\s*")
 # A tag inside a JSON string makes a call's end ambiguous, and each such call is read with a scan of all that follows.
 _MAX_DEEP_READS = 16
 
@@ -51,7 +50,7 @@ def parse_hermes(text: str, tools: Sequence[Message] | None = None) -> CallText:
             deep_reads += 1
             deep_end = _json_end(text, position)
             if deep_end > end:
-                end, following = deep_end, _TAG.match(text, _skip_space(text, deep_end))
+                end, following = deep_end, _TAG.match(text, skip_space(text, deep_end))
                 call = read_call(text[position:end])
         if following is None or following.group() == OPEN:
             calls.append(BrokenCall(kind="unclosed_call", detail=f"is not closed with {CLOSE}"))
@@ -66,17 +65,12 @@ def parse_hermes(text: str, tools: Sequence[Message] | None = None) -> CallText:
 def _json_end(text: str, start: int) -> int:
     """Where the JSON value that begins after `start` ends, or -1."""
     rest = text[start:]
-    begin = _skip_space(rest, 0)
+    begin = skip_space(rest, 0)
     try:
         _, end = decoder().raw_decode(rest, begin)
     except (ValueError, RecursionError):
         return -1
     return start + end
-
-
-def _skip_space(text: str, start: int) -> int:
-    match = _SPACE.match(text, start)
-    return start if match is None else match.end()
 
 
 def _content(outside: list[str], *, has_calls: bool) -> str:

@@ -4,17 +4,14 @@
 Owns these two formats. Linear in the text, whatever the text.
 """
 
-import re
 from collections.abc import Sequence
 
 from recipe.agent_env.prompt_styles.errors import Message
-from recipe.agent_env.prompt_styles.json_reading import call_of, decoder, json_problem
+from recipe.agent_env.prompt_styles.json_reading import call_of, decoder, json_problem, skip_space
 from recipe.agent_env.prompt_styles.replies import MAX_CALLS, BrokenCall, Call, CallText, too_many_calls
 
 PYTHON_TAG = "<|python_tag|>"
 MISTRAL_OPEN = "[TOOL_CALLS]"
-_BETWEEN_CALLS = re.compile(r"[\s;]*")
-_SPACE = re.compile(r"\s*")
 
 
 def parse_llama3_json(text: str, tools: Sequence[Message] | None = None) -> CallText:
@@ -34,7 +31,7 @@ def parse_llama3_json(text: str, tools: Sequence[Message] | None = None) -> Call
         return CallText(content=text)
     body = body.removeprefix(PYTHON_TAG)
     calls: list[Call | BrokenCall] = []
-    position = _end_of(_SPACE, body, 0)
+    position = skip_space(body, 0)
     while position < len(body) or not calls:
         if len(calls) == MAX_CALLS:
             return too_many_calls("", MAX_CALLS + 1)
@@ -44,7 +41,7 @@ def parse_llama3_json(text: str, tools: Sequence[Message] | None = None) -> Call
             calls.append(json_problem(exc))
             break
         calls.append(call_of(value, "parameters"))
-        position = _end_of(_BETWEEN_CALLS, body, position)
+        position = skip_space(body, position, also=";")
     return CallText(content="", calls=calls)
 
 
@@ -67,7 +64,7 @@ def parse_mistral(text: str, tools: Sequence[Message] | None = None) -> CallText
     texts = [before.strip()]
     for section in sections:
         try:
-            value, end = decoder().raw_decode(section, _end_of(_SPACE, section, 0))
+            value, end = decoder().raw_decode(section, skip_space(section, 0))
         except (ValueError, RecursionError) as exc:
             calls.append(json_problem(exc))
             continue
@@ -75,8 +72,3 @@ def parse_mistral(text: str, tools: Sequence[Message] | None = None) -> CallText
         listed = value if isinstance(value, list) and value else [value]
         calls += [call_of(item) for item in listed]
     return CallText(content="\n".join(text for text in texts if text), calls=calls)
-
-
-def _end_of(pattern: re.Pattern[str], text: str, start: int) -> int:
-    match = pattern.match(text, start)
-    return start if match is None else match.end()

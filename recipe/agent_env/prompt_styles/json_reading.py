@@ -21,6 +21,13 @@ def decoder() -> json.JSONDecoder:
     return json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite_float, parse_int=_bounded_int)
 
 
+def skip_space(text: str, start: int, also: str = "") -> int:
+    """Where the first character from `start` on stands that is neither white space nor one of `also`."""
+    while start < len(text) and (text[start].isspace() or text[start] in also):
+        start += 1
+    return start
+
+
 def read_call(body: str) -> Call | BrokenCall:
     """Read the JSON text of one call."""
     try:
