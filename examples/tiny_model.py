@@ -124,12 +124,16 @@ def default_corpus() -> list[str]:
     return texts
 
 
-def build_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
+def build_tokenizer(
+    texts: Iterable[str], vocab_size: int = 2048, *, pre_tokenizer_regex: str = PRE_TOKENIZER_REGEX
+) -> PreTrainedTokenizerFast:
     """Train a tokenizer that behaves as Qwen2.5's does, with a small vocabulary.
 
     Args:
         texts: What merges are learned from; the same texts give the same tokenizer.
         vocab_size: Upper bound of the vocabulary, the 22 added tokens included; at least 278 (256 bytes + 22).
+        pre_tokenizer_regex: How text is cut before merging. A pattern that matches long stretches makes tokens of whole
+            phrases, so that a small model reads short prompts.
 
     Returns:
         A tokenizer with Qwen2.5's added tokens behind the learned ones, `<|im_end|>` as eos and `<|endoftext|>` as pad.
@@ -144,7 +148,7 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> PreTrainedT
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PRE_TOKENIZER_REGEX), behavior="isolated", invert=False),
+            pre_tokenizers.Split(Regex(pre_tokenizer_regex), behavior="isolated", invert=False),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
