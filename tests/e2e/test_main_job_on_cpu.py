@@ -70,7 +70,7 @@ def is_same_episode(row: dict[str, Any], episode: list[dict[str, Any]]) -> bool:
     if start["seed"] != row["seed"] or len(steps) != len(sent):
         return False
     for turn, step in zip(sent, steps, strict=True):
-        is_last = step["done"] or step["truncated"] or turn is row["turns"][-1]
+        is_last = step["terminated"] or step["truncated"] or turn is row["turns"][-1]
         names = [call["function"]["name"] for call in step["action"]["tool_calls"]]
         is_same = (
             abs(turn["reward"] - step["reward"]) < 1e-6
