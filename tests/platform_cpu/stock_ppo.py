@@ -3,7 +3,8 @@
 but `platform_cpu`. Run as a script with Hydra overrides; the end-to-end tests read the file it leaves.
 
 The trainer is watched, not changed: it notes how far the engine's log-probabilities are from the trainer's, leaves out
-the weight sync after the steps in `SKIP_SYNC_AFTER`, and breaks the receiver after the last step.
+the weight sync after the steps in `SKIP_SYNC_AFTER`, and breaks the receiver after the last step
+if it is one that can be broken.
 """
 
 import json
@@ -54,6 +55,9 @@ def make_watched_trainer(record: dict[str, Any]) -> type:
 
             self.checkpoint_manager.update_weights = sync_unless_left_out
             super().fit()
+            extension = self.config.actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls
+            if not extension.endswith("BreakableExtension"):
+                return
             for how in ("receive", "load", "hang"):
                 server = self.llm_server_manager.get_replicas()[0]._server_handle
                 ray.get(server.collective_rpc.remote("break_next", args=(how,)))
