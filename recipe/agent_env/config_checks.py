@@ -103,6 +103,7 @@ def check_config(config: DictConfig) -> None:
     _check_env(config)
     _check_trainer(config)
     _check_estimator(config)
+    _check_mini_batches(config)
     _check_rollout_correction(config)
 
 
@@ -239,6 +240,26 @@ def _check_estimator(config: DictConfig) -> None:
         "algorithm.use_pf_ppo=True: verl draws rows again by their score after advantages are computed, which doubles "
         "some episodes and drops others, masked ones included; leave it out",
     )
+
+
+def _check_mini_batches(config: DictConfig) -> None:
+    sections = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor}
+    if config.critic.enable or estimator_traits(str(config.algorithm.adv_estimator)).needs_critic:
+        sections["critic"] = config.critic
+    num_rows = config.data.train_batch_size
+    for name, section in sections.items():
+        _fail_unless(
+            num_rows % section.ppo_mini_batch_size == 0,
+            f"data.train_batch_size={num_rows} cannot be cut into mini-batches of "
+            f"{name}.ppo_mini_batch_size={section.ppo_mini_batch_size} (both count rows of the data set, before "
+            "they are repeated rollout.n times): choose a divisor",
+        )
+        if section.shuffle:
+            logger.warning(
+                "%s.shuffle=True: rows are mixed again in the workers, so a mini-batch may hold masked rows only when "
+                "nearly a whole batch failed; its logged loss is then NaN",
+                name,
+            )
 
 
 def _check_rollout_correction(config: DictConfig) -> None:

@@ -28,6 +28,11 @@ def settled(*overrides):
             ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "env.bootstrap_on_truncation=True"],
             "env.bootstrap_on_truncation=True needs a critic.*turn_gae",
         ),
+        (
+            ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=3"],
+            "train_batch_size=4 cannot be cut .*actor.ppo_mini_batch_size=3",
+        ),
+        (["critic.ppo_mini_batch_size=100"], "critic.ppo_mini_batch_size=100"),
         (["algorithm.use_pf_ppo=True"], "use_pf_ppo=True: verl draws rows again"),
         (["algorithm.rollout_correction.bypass_mode=True"], "bypass_mode=True.*masked rows"),
         (["env.masked_end_reasons=[max_turns]"], r"masked_end_reasons: expected any of .*max_turn.*\['max_turns'\]"),
