@@ -11,6 +11,7 @@ from recipe.agent_env.prompt_styles.harmony import parse_harmony
 from recipe.agent_env.prompt_styles.json_formats import parse_llama3_json, parse_mistral
 from recipe.agent_env.prompt_styles.replies import MAX_CALLS, BrokenCall, Call
 from recipe.agent_env.prompt_styles.reply_formats import get_reply_format
+from recipe.agent_env.prompt_styles.verl_formats import MAX_CALL_CHARS, _VerlParser
 from tests.prompt_styles import tokenizers
 from tests.prompt_styles.families import TOOLS
 
@@ -227,7 +228,7 @@ def test_call_that_the_parser_of_verl_drops_is_an_error(name):
     reply = style.parse_reply(style.encode_text(VERL_CALLS[name] + BROKEN_ENDS[name]), TOOLS)
     assert reply.error is not None
     assert reply.error.kind == "bad_json"
-    assert reply.error.text.startswith("One of the 2 tool calls cannot be read.")
+    assert reply.error.text == "One of the 2 tool calls cannot be read. No call of this turn was executed."
     assert reply.message["tool_calls"] == []
     assert (reply.calls_found, reply.calls_broken) == (2, 1)
 
@@ -243,6 +244,64 @@ def test_long_text_is_not_given_to_the_parser_of_verl(name):
     assert (kinds(many), many.content) == (["too_long"] * (MAX_CALLS + 1), "so")
 
 
+@by_name
+def test_limit_of_letters_is_exact(name):
+    parse = get_reply_format(name, tokenizers.chatml_tokenizer()).parse
+    filling = " " * (MAX_CALL_CHARS - len(VERL_CALLS[name]))
+    before = "words " * 9_999
+    within = parse(before + VERL_CALLS[name] + filling, TOOLS)
+    beyond = parse(before + VERL_CALLS[name] + filling + " ", TOOLS)
+    assert (kinds(within), within.content) == (["push"], before)
+    assert (kinds(beyond), beyond.content) == (["too_long"], before)
+    assert details(beyond) == [f"belongs to a turn with more than {MAX_CALL_CHARS} letters of calls"]
+
+
+def test_limit_of_calls_is_exact():
+    parse = get_reply_format("glm", tokenizers.chatml_tokenizer()).parse
+    call = "<tool_call>wait</tool_call>"
+    assert kinds(parse(call * MAX_CALLS, TOOLS)) == ["wait"] * MAX_CALLS
+    assert kinds(parse(call * (MAX_CALLS + 1), TOOLS)) == ["too_long"] * (MAX_CALLS + 1)
+
+
+def test_call_without_its_section_is_broken_where_it_begins():
+    parse = get_reply_format("kimi", tokenizers.chatml_tokenizer()).parse
+    taken_apart = parse("a\n\n<|tool_call_begin|>push<|tool_call_begin|>", TOOLS)
+    assert (kinds(taken_apart), taken_apart.content) == (["bad_json", "bad_json"], "a\n")
+    assert details(taken_apart) == ["cannot be read"] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "detail"),
+    [('{"steps": NaN}', "is not valid JSON (NaN is no JSON number)"), ("{", None), ("[1]", None)],
+)
+def test_json_that_the_parser_of_verl_lets_pass_is_checked(arguments, detail):
+    """verl's kimi parser turns unreadable arguments into none at all; NaN would not survive the wire."""
+    parse = get_reply_format("kimi", tokenizers.chatml_tokenizer()).parse
+    taken_apart = parse(VERL_CALLS["kimi"].replace('{"direction": "up", "steps": 2}', arguments), TOOLS)
+    assert details(taken_apart) == ([] if detail is None else [detail])
+
+
+def test_parser_of_verl_that_fails_makes_all_calls_broken():
+    class Failing:
+        async def extract_tool_calls(self, text, tools):
+            raise RecursionError(text)
+
+    taken_apart = _VerlParser("glm", Failing())("so\n<tool_call>a</tool_call><tool_call>b</tool_call>", TOOLS)
+    assert taken_apart.content == "so"
+    assert kinds(taken_apart) == ["bad_json", "bad_json"]
+    assert details(taken_apart) == ["cannot be read (RecursionError)"] * 2
+
+
+@pytest.mark.parametrize("pad", [None, "<pad>"])
+def test_padding_is_taken_out_of_calls_only(pad):
+    tokenizer = tokenizers.small_tokenizer(["<|im_start|>", "<|im_end|>", "<pad>"], pad_token=pad)
+    parse = get_reply_format("gemma4", tokenizer).parse
+    taken_apart = parse("<pad>" + VERL_CALLS["gemma4"].replace("up", "u<pad>p"), TOOLS)
+    direction = "u<pad>p" if pad is None else "up"
+    assert taken_apart.calls == [Call(name="push", arguments={"direction": direction, "steps": 2})]
+    assert taken_apart.content == "<pad>"
+
+
 async def test_parser_of_verl_can_be_asked_inside_an_event_loop():
     parse = get_reply_format("glm", tokenizers.chatml_tokenizer()).parse
     await asyncio.sleep(0)
@@ -255,9 +314,11 @@ def test_tools_that_verl_cannot_describe_are_left_out():
         "type": "function",
         "function": {"name": "push", "parameters": {"type": "object", "properties": {"a": {}}}},
     }
-    assert parse(VERL_CALLS["qwen3_coder"], [nested]).calls == [
-        Call(name="push", arguments={"direction": "up", "steps": "2"})
-    ]
+    as_text = Call(name="push", arguments={"direction": "up", "steps": "2"})
+    assert parse(VERL_CALLS["qwen3_coder"], [nested]).calls == [as_text]
+    described = {"type": "function", "function": {**TOOLS[0]["function"], "description": "d"}}
+    as_number = Call(name="push", arguments={"direction": "up", "steps": 2})
+    assert parse(VERL_CALLS["qwen3_coder"], [nested, described]).calls == [as_number]
 
 
 def test_stop_tokens_of_a_parser_end_turns():

@@ -70,8 +70,7 @@ def _tail_start(text: str, spans: list[tuple[int, int]], count: int, shift: int)
     cut = spans[first][0] + shift
     if first > 0 and spans[first - 1][1] + shift > cut:
         cut += 1
-    begin = _grapheme_start(text, cut)
-    return cut if begin == cut else _grapheme_end(text, begin)
+    return _grapheme_start(text, cut)
 
 
 def _grapheme_start(text: str, cut: int) -> int:
@@ -84,8 +83,3 @@ def _grapheme_start(text: str, cut: int) -> int:
         if match.end() > cut:
             return match.start() if len(match.group()) < _GRAPHEME_CHARS else cut
     return cut
-
-
-def _grapheme_end(text: str, begin: int) -> int:
-    match = _GRAPHEME.match(text, begin)
-    return begin if match is None else match.end()

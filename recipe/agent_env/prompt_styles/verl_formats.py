@@ -77,9 +77,8 @@ class _VerlParser:
         found = text.count(opening)
         if not found:
             return CallText(content=text)
-        begin = text.find(start)
-        begin = text.find(opening) if begin < 0 else begin
-        content = text[:begin].rstrip("\n")
+        begin = text.find(start if start in text else opening)
+        content = text[:begin].removesuffix("\n")
         if found > MAX_CALLS:
             return too_many_calls(content, found)
         if len(text) - begin > MAX_CALL_CHARS:
