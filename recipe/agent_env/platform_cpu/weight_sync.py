@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from multiprocessing import shared_memory
 from typing import Any
 
 import zmq
@@ -31,12 +32,15 @@ class _WatchedSocket:
     """A REQ socket whose waits end when the receiver fails or the deadline passes."""
 
     def __init__(self, socket: zmq.Socket, check_receiver: Callable[[], None], deadline: "Deadline"):
+        self.first_payload: Any = None
         self._socket = socket
         self._check_receiver = check_receiver
         self._deadline = deadline
 
     def send_pyobj(self, payload: Any) -> None:
         """Send once a receiver is connected; a REQ socket without a peer would block."""
+        if self.first_payload is None:
+            self.first_payload = payload
         self._wait(zmq.POLLOUT, "connect")
         self._socket.send_pyobj(payload)
 
@@ -110,6 +114,15 @@ class WatchedWeightSender(BucketedWeightSender):
         super()._init_socket()
         socket: Any = self.socket
         self.socket: Any = _WatchedSocket(socket, self._check_receiver, self._deadline)
+
+    def _cleanup(self) -> None:
+        """Also remove a buffer whose announcement nobody answered: verl takes note of it only after the answer."""
+        announced = self.socket.first_payload if self.socket is not None and self.shm is None else None
+        super()._cleanup()
+        if self.use_shm and announced is not None:
+            segment = shared_memory.SharedMemory(name=announced["name"])
+            segment.close()
+            segment.unlink()
 
     def _check_receiver(self) -> None:
         if self._receiver is None or not self._receiver.done():
