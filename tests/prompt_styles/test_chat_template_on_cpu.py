@@ -127,11 +127,22 @@ def test_thinking_switch_reaches_the_template():
         ("<think>\nup?\n</think>\n\nleft", "left", 0),
         ('<think>a <tool_call>{"name": "wait", "arguments": {}}</tool_call></think>no', "no", 0),
         ('<think>a</think>\n\n<tool_call>{"name": "wait", "arguments": {}}</tool_call>', "", 1),
+        ("<think>a</think>\n\nX marks", "X marks", 0),
+        ("<think>a</think>\n  x </think>", "  x </think>", 0),
         ("<think>\nstill thinking", "", 0),
         (" <think>\nstill thinking", "", 0),
         ("no <think> at all", "no <think> at all", 0),
     ],
-    ids=["thought", "call in a thought", "call after it", "cut", "cut after a blank", "in the text"],
+    ids=[
+        "thought",
+        "call in a thought",
+        "call after it",
+        "letters",
+        "blanks and another end",
+        "cut",
+        "cut after a blank",
+        "in the text",
+    ],
 )
 def test_thinking_is_neither_content_nor_call(text, content, calls):
     style = family("qwen3").build()
