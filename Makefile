@@ -6,7 +6,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-e2e lint format lock check-gpu-lock build clean distclean
+.PHONY: help setup demo test test-full test-unit test-e2e lint format lock check-gpu-lock build clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +20,10 @@ demo: setup  ## train a small agent on Sokoban on the CPU; ends in outputs/demo/
 test: setup  ## all tests; the end-to-end ones last
 	$(PY) -m pytest -m "not e2e"
 	$(PY) -m pytest -m e2e
+
+test-full: setup  ## what make test leaves out: the trajectory page in headless Chromium (installs it where it is missing)
+	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; }
+	$(PY) -m pytest tests/tools/browser/page_in_chromium.py
 
 test-unit: setup  ## the tests that start no Ray and no vLLM
 	$(PY) -m pytest -m "not e2e"

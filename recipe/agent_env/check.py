@@ -20,7 +20,11 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from recipe.agent_env.agent_dataset import EpisodeSpec, EpisodeTokenizer
-from recipe.agent_env.check_episode import (
+from recipe.agent_env.config_checks import ConfigError, describe, finish_config, register_resolvers
+from recipe.agent_env.env_client import EnvClient, EnvClientConfig, EnvError, EnvSession
+from recipe.agent_env.episode_settings import env_client_config, episode_rules
+from recipe.agent_env.prompt_styles.errors import PromptStyleError
+from recipe.agent_env.tools.check_episode import (
     check_budget,
     check_episode,
     check_first_prompts,
@@ -28,12 +32,8 @@ from recipe.agent_env.check_episode import (
     show_prompt,
     show_turn,
 )
-from recipe.agent_env.check_report import Report
-from recipe.agent_env.check_service import check_data, check_environment, check_health
-from recipe.agent_env.config_checks import ConfigError, describe, finish_config, register_resolvers
-from recipe.agent_env.env_client import EnvClient, EnvClientConfig, EnvError, EnvSession
-from recipe.agent_env.episode_settings import env_client_config, episode_rules
-from recipe.agent_env.prompt_styles.errors import PromptStyleError
+from recipe.agent_env.tools.check_report import Report
+from recipe.agent_env.tools.check_service import check_data, check_environment, check_health
 
 _EXAMPLES = """\
 examples:

@@ -22,11 +22,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from recipe.agent_env.agent_dataset import AgentDataset, DataRowError, EpisodeSpec
-from recipe.agent_env.chat_policy import ChatConversation, ChatEndpoint, EndpointConfig
 from recipe.agent_env.env_client import AsyncEnvClient, EnvClientConfig, EnvError
 from recipe.agent_env.metrics import fill_success
 from recipe.agent_env.rollout.episode import EngineError, Episode, EpisodeRules, play_episode
-from recipe.agent_env.service_arguments import add_service_arguments, client_config
+from recipe.agent_env.tools.chat_policy import ChatConversation, ChatEndpoint, EndpointConfig
+from recipe.agent_env.tools.service_arguments import add_service_arguments, client_config
 
 _EXAMPLES = """\
 examples:

@@ -42,9 +42,9 @@ def run(config: DictConfig) -> None:
     Args:
         config: Finished config, see `config_checks.finish_config`.
     """
-    from recipe.agent_env.platform_cpu.launch import prepare_process
+    from recipe.agent_env.platform_cpu.launch import start_ray
 
-    prepare_process(config)
+    start_ray(config)  # on the CPU only, where imports are most of a small run; elsewhere verl starts Ray below
 
     import ray
     from verl.trainer.main_ppo import run_ppo

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from recipe.agent_env.env_client import EnvClient, EnvError, EnvSession, Message
-from recipe.agent_env.service_arguments import add_service_arguments, client_config
+from recipe.agent_env.tools.service_arguments import add_service_arguments, client_config
 
 _EXAMPLES = """\
 examples:

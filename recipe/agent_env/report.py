@@ -22,7 +22,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
-from recipe.agent_env.run_metrics import MetricsError, RunMetrics, read_run
+from recipe.agent_env.tools.run_metrics import MetricsError, RunMetrics, read_run
 
 _EXAMPLES = """\
 examples:

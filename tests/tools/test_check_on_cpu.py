@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 
 from recipe.agent_env.check import load_config, main, run_checks
-from recipe.agent_env.check_episode import encode_reply
-from recipe.agent_env.check_report import Report
 from recipe.agent_env.env_client import check_tool_calls
 from recipe.agent_env.prompt_styles import get_prompt_style
-from recipe.agent_env.random_calls import random_action
+from recipe.agent_env.tools.check_episode import encode_reply
+from recipe.agent_env.tools.check_report import Report
+from recipe.agent_env.tools.random_calls import random_action
 from tests.mock_env_server import MOVE_TOOL, EnvScript, MockEnvServer, Step
 from tests.prompt_styles.tokenizers import (
     QWEN_PLAIN,

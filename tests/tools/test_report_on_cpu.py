@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipe.agent_env.report import main, summary_rows, time_split
-from recipe.agent_env.run_metrics import MetricsError, RunMetrics, read_run
+from recipe.agent_env.tools.run_metrics import MetricsError, RunMetrics, read_run
 
 STEPS = {
     1: {"env/episode_return/mean": -1.5, "env/end_reason/max_turn": 1.0, "val-core/grid-v0/acc/mean@1": 0.25},

@@ -3,7 +3,7 @@
 
 import pytest
 
-from recipe.agent_env.token_texts import TokenTexts
+from recipe.agent_env.rollout.token_texts import TokenTexts
 from tests.prompt_styles.tokenizers import chatml_tokenizer, gemma2_tokenizer, metaspace_tokenizer, qwen2_5_tokenizer
 
 TEXTS = {

@@ -166,10 +166,11 @@ def to_plain_object(value: object, name: str) -> dict[str, Any]:
     if value is None:
         return {}
     if isinstance(value, str):
+        text = value
         try:
-            value = json.loads(value)
+            value = json.loads(text)
         except (ValueError, RecursionError) as exc:
-            raise ValueError(f"{name} must be an object or the JSON text of one, not the text {value[:80]!r}") from exc
+            raise ValueError(f"{name} must be an object or the JSON text of one, not the text {text[:80]!r}") from exc
         if value is None:
             return {}
     if not isinstance(value, Mapping):

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from verl import DataProto
 
+from recipe.agent_env.rollout.token_texts import TokenTexts
+
 _TOKEN_COLUMNS = {
     "rewards": "token_level_scores",
     "advantages": "advantages",
@@ -38,15 +40,17 @@ def dump_columns(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
         tokenizer: For the text; control tokens stay visible.
 
     Returns:
-        `prompt_ids`, `response_ids`, `response_mask`, per-token `rewards`, `advantages`, `returns`, `log_probs`
-        (trainer), `rollout_log_probs` (engine), each without padding; `turns`, a list of `{reply, observation,
-        reward}`; and what the episode was.
+        `prompt_ids`, `response_ids` and the text of each token (`*_tokens`), `response_mask`, per-token `rewards`,
+        `advantages`, `returns`, `log_probs` (trainer), `rollout_log_probs` (engine), each without padding; `turns`, a
+        list of `{reply, observation, reward}`; and what the episode was.
     """
     tensors = {name: batch.batch[key].numpy() for name, key in _TOKEN_COLUMNS.items() if key in batch.batch.keys()}
     prompts, responses = batch.batch["prompts"].numpy(), batch.batch["responses"].numpy()
     attention_mask = batch.batch["attention_mask"].numpy().astype(bool)
     response_mask = batch.batch["response_mask"].numpy()
-    columns: dict[str, list[Any]] = {"prompt_ids": [], "response_ids": [], "response_mask": [], "turns": []}
+    texts = TokenTexts(tokenizer)
+    names = ("prompt_ids", "prompt_tokens", "response_ids", "response_tokens", "response_mask", "turns")
+    columns: dict[str, list[Any]] = {name: [] for name in names}
     columns.update({name: [] for name in tensors})
     for i in range(len(batch)):
         num_response = int(attention_mask[i, prompts.shape[1] :].sum())
@@ -54,6 +58,8 @@ def dump_columns(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
         columns["prompt_ids"].append(prompts[i][attention_mask[i, : prompts.shape[1]]].tolist())
         columns["response_ids"].append(response.tolist())
         columns["response_mask"].append(mask.tolist())
+        columns["prompt_tokens"].append(texts(columns["prompt_ids"][-1]))
+        columns["response_tokens"].append(texts(columns["response_ids"][-1]))
         for name, values in tensors.items():
             columns[name].append([round(float(value), 6) for value in values[i, :num_response]])
         columns["turns"].append(_turns(response, mask, tensors["rewards"][i, :num_response], tokenizer))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from recipe.agent_env.token_texts import TokenTexts
+from recipe.agent_env.rollout.token_texts import TokenTexts
 
 MASKED_REASONS = frozenset({"failed", "prompt_too_long"})
 """End reasons of rows that carry no learning signal."""

@@ -17,8 +17,8 @@ from jsonschema.validators import validator_for
 from omegaconf import DictConfig
 
 from recipe.agent_env.agent_dataset import AgentDataset, DataRowError, EpisodeSpec
-from recipe.agent_env.check_report import Report
 from recipe.agent_env.env_client import EnvClient, EnvError, EnvSession, Message
+from recipe.agent_env.tools.check_report import Report
 
 _KNOWN_ROLES = frozenset({"system", "user", "assistant", "tool"})
 _LARGE_INFO_BYTES = 100_000

@@ -13,14 +13,14 @@ import numpy as np
 from rich.text import Text
 
 from recipe.agent_env.agent_dataset import EpisodeSpec, EpisodeTokenizer, PromptTooLongError
-from recipe.agent_env.check_report import Report
-from recipe.agent_env.check_service import check_info, check_messages
 from recipe.agent_env.env_client import AsyncEnvClient, EnvClientConfig, EnvSession, Message
 from recipe.agent_env.prompt_styles.base import PromptStyle
-from recipe.agent_env.random_calls import random_action
-from recipe.agent_env.recorded_client import RecordedEpisode, RecordingClient
 from recipe.agent_env.rollout.episode import EndReason, Episode, EpisodeRules, SampledReply, play_episode
-from recipe.agent_env.token_texts import TokenTexts
+from recipe.agent_env.rollout.token_texts import TokenTexts
+from recipe.agent_env.tools.check_report import Report
+from recipe.agent_env.tools.check_service import check_info, check_messages
+from recipe.agent_env.tools.random_calls import random_action
+from recipe.agent_env.tools.recorded_client import RecordedEpisode, RecordingClient
 
 _SHOWN_PROMPT_LINES = 60
 
