@@ -5,6 +5,8 @@ What was trained is compared, token by token, with what vLLM returned (recorded 
 service logged itself; neither record passes through the ledger.
 """
 
+import json
+import math
 import os
 import signal
 import time
@@ -15,7 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
+from examples.sokoban.sokoban_env import TOOLS
 from tests.e2e.runs import Run, Service, finish_run, run, sokoban_service, start_run
+from tests.mock_env_server import EnvScript, MockEnvServer, Step
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -41,7 +45,7 @@ def assert_rows_are_what_the_engine_returned(done: Run) -> None:
     for step in (1, 2):
         for row in done.rows(step):
             turns = spans(row["response_mask"])
-            assert turns, "a row without any sampled token"
+            assert turns or row["end_reason"] == "failed", "a row without any sampled token"
             for start, stop in turns:
                 context = tuple(row["prompt_ids"] + row["response_ids"][:start])
                 call = (context, tuple(row["response_ids"][start:stop]))
@@ -106,6 +110,35 @@ def test_two_steps_train_on_exactly_what_happened(tmp_path: Path, material, algo
         assert all(row["seed"] == by_group[row["uid"]] for row in done.rows(1))
 
 
+def test_failed_episodes_teach_nothing_in_a_real_run(tmp_path: Path, material):
+    """P20, P69, P81: of 8 rows one group fails whole and one loses a rollout; the update runs on the other five."""
+
+    def pay_for_up(episode, action) -> Step:
+        return Step(reward=float("up" in str(action["tool_calls"])), done=len(episode.actions) >= 3)
+
+    rows = [{"env_name": "game", "seed": seed, "env_kwargs": "{}"} for seed in range(8)]
+    train_file = tmp_path / "rows.jsonl"
+    train_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with MockEnvServer() as server:
+        server.script("game", EnvScript(tools_schema=TOOLS, steps=pay_for_up))
+        server.fault("status", call="step", seed=1, times=None, body="Traceback: SECRET")
+        server.fault("status", call="step", seed=2, times=1)
+        files = [f"data.train_files={train_file}", f"data.val_files={train_file}", "data.shuffle=False"]
+        limits = ["env.max_episode_restarts=0", "trainer.test_freq=-1"]
+        done = run(tmp_path / "run", *material.overrides(server.url), *GRPO, *files, *limits)
+        assert server.live_count == 0
+    assert_rows_are_what_the_engine_returned(done)
+    first, second = done.metrics[1], done.metrics[2]
+    assert first["env/failed_episode_ratio"] == 3 / 8 and second["env/failed_episode_ratio"] == 0
+    assert all(math.isfinite(first[key]) for key in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean"))
+    failed = [row for row in done.rows(1) if row["end_reason"] == "failed"]
+    assert sorted(row["seed"] for row in failed) == [1, 1, 2]
+    assert all(sum(row["response_mask"]) == 0 and not any(row["advantages"]) for row in failed)
+    [survivor] = [row for row in done.rows(1) if row["seed"] == 2 and row not in failed]
+    assert not any(survivor["advantages"])
+    assert "SECRET" not in (done.folder / "engine.jsonl").read_text()
+
+
 def processes_of(folder: Path) -> list[str]:
     """Live processes that a run started, known by a variable that all of them inherit."""
     found = []
@@ -119,9 +152,8 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_interrupted_run_leaves_no_environment_and_no_process(tmp_path: Path, material, number):
-    """P71: the signal comes while episodes are open."""
+def test_interrupted_run_leaves_no_environment_and_no_process(tmp_path: Path, material):
+    """P71: the signal comes while episodes are open. SIGTERM takes the way of Ctrl-C; see `main_agent_ppo`."""
     folder = tmp_path / "run"
     with sokoban_service(tmp_path) as service:
         slow = ["data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=32"]
@@ -132,7 +164,7 @@ def test_interrupted_run_leaves_no_environment_and_no_process(tmp_path: Path, ma
                 assert process.poll() is None, (folder / "output.txt").read_text()[-3000:]
                 assert time.monotonic() < deadline, "no episode was opened in time"
                 time.sleep(0.05)
-            os.kill(process.pid, number)
+            os.kill(process.pid, signal.SIGTERM)
             done = finish_run(process, folder, limit_s=90)
         finally:
             process.kill()
