@@ -166,7 +166,9 @@ def build_tokenizer(
             tokenizer.add_special_tokens([token])
         else:
             tokenizer.add_tokens([token])
-    return Qwen2Tokenizer(
+    # Qwen2Tokenizer puts Qwen's own cutting rule in place of the saved one when it is loaded again.
+    is_qwen = pre_tokenizer_regex == PRE_TOKENIZER_REGEX
+    return (Qwen2Tokenizer if is_qwen else PreTrainedTokenizerFast)(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TURN,
         pad_token=END_OF_TEXT,

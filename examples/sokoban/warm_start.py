@@ -7,7 +7,9 @@ Owns the demonstrator (the solver, which errs on purpose), the rendering of its 
 is rendered as the trainer will read it, by `EpisodeTokenizer`; the loss counts the demonstrator's own tokens only.
 Refuses to know: HTTP, reinforcement learning, verl.
 
-The folder holds tokenizer and model for transformers, verl and vLLM. Made once per set of inputs (`fingerprint`).
+The folder holds the model for transformers, verl and vLLM, and in `tokenizer` its tokenizer. They lie apart because
+transformers, when it finds both in one folder, cuts text by Qwen's own rule whatever the tokenizer's file says: load it
+with `AutoTokenizer.from_pretrained(folder / "tokenizer")`. Made once per set of inputs (`fingerprint`).
 """
 
 import argparse
@@ -34,11 +36,17 @@ from recipe.agent_env.agent_dataset import AgentDataset, EpisodeSpec, EpisodeTok
 from recipe.agent_env.env_service.environment import Message
 from recipe.agent_env.prompt_styles.registry import get_prompt_style
 
+TOKENIZER_FOLDER = "tokenizer"
+"""Of the tokenizer, under the policy's folder."""
+
 RECORD_FILE = "warm_start.json"
 """Written last into the folder: its presence means that the folder is complete."""
 
-PRE_TOKENIZER_REGEX = r"[^\n]*[\p{L}{}][^\n]*\n*| ?[^\s]\n?|\s+"
-"""A line of words or JSON may become one token; of a map, each cell."""
+PRE_TOKENIZER_REGEX = r"[^\n]+\n*|\n+"
+"""Any line may become one token: a rule, a tool, a call, a row of a map. Episodes are short, and rows that stand at
+fixed distances are read sooner than cells whose place has to be counted."""
+
+_NUM_VOCABULARY_EPISODES = 1000
 
 ACTIONS = [entry["function"]["name"] for entry in sokoban_env.TOOLS]
 
@@ -50,22 +58,22 @@ class WarmStartConfig:
     seed: int = 0
     """Of the demonstrator's errors, the weights and the order of episodes."""
 
-    num_episodes: int = 1600
+    num_episodes: int = 3200
     """Demonstrated episodes, each in a room of its own as far as there are rooms."""
 
-    num_epochs: int = 4
+    num_epochs: int = 1
     """How often each is shown."""
 
-    batch_size: int = 32
+    batch_size: int = 16
     """Episodes per step."""
 
     learning_rate: float = 2e-3
     """Highest rate of AdamW; rises over the first tenth and falls to nothing."""
 
-    error_rate: float = 0.3
+    error_rate: float = 0.4
     """Share of the demonstrator's actions that are drawn at random."""
 
-    vocab_size: int = 1024
+    vocab_size: int = 2048
     """Upper bound of the vocabulary."""
 
     hidden_size: int = 128
@@ -122,7 +130,8 @@ def demonstrate(spec: EpisodeSpec, error_rate: float, rng: random.Random) -> Dem
     """
     env = sokoban_env.SokobanEnv(**spec.env_kwargs)
     observation, _ = env.reset(spec.seed)
-    observations, actions = [observation], []
+    observations: list[list[Message]] = [observation]
+    actions: list[str] = []
     is_over = is_cut = False
     while not (is_over or is_cut):
         plan = None if rng.random() < error_rate else solver.solve(env.room)
@@ -182,7 +191,7 @@ def render(demonstration: Demonstration, tokenizer: EpisodeTokenizer) -> Rendere
 
 
 def build_tokenizer(demonstrations: Sequence[Demonstration], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Learn a vocabulary in which rules and tools are a few long tokens, a call is one, and a map one per cell."""
+    """Learn a vocabulary in which each line of what is read and written is one token, as far as `vocab_size` allows."""
     shown = demonstrations[0]
     plain = tiny_model.build_tokenizer([], vocab_size=256 + len(tiny_model.ADDED_TOKENS))
     frame = plain.apply_chat_template(
@@ -191,8 +200,12 @@ def build_tokenizer(demonstrations: Sequence[Demonstration], vocab_size: int) ->
         tokenize=False,
         add_generation_prompt=True,
     )
-    # Merges are learned by frequency, and what stands in every turn has to come first.
-    turns = [f"<tool_response>\n{reply_text(action)}</tool_response>" for action in ACTIONS] * 20
+    turns = [
+        f"<tool_response>\n{message['content']}\n</tool_response>{reply_text(action)}"
+        for demonstration in demonstrations[:_NUM_VOCABULARY_EPISODES]
+        for observation, action in zip(demonstration.observations, demonstration.actions, strict=True)
+        for message in observation
+    ]
     # Control tokens are no text: a vocabulary that could spell them would let an environment forge turns.
     control = re.compile("|".join(re.escape(text) for text, _ in tiny_model.ADDED_TOKENS))
     texts = [part for text in [frame, *turns] for part in control.split(text) if part]
@@ -310,7 +323,7 @@ def warm_start(folder: Path, train_file: Path, config: WarmStartConfig, show_pro
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    tokenizer.save_pretrained(folder)
+    tokenizer.save_pretrained(folder / TOKENIZER_FOLDER)
     model.save_pretrained(folder)
     record = {
         "fingerprint": key,

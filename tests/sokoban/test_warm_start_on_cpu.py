@@ -75,20 +75,26 @@ def test_mask_covers_the_calls_and_their_end_and_nothing_else(demonstrations: li
     assert tokenizer.decode(marked) == "".join(map(warm_start.reply_text, shown.actions))
 
 
-def test_vocabulary_makes_a_call_one_token_and_a_map_one_per_cell(
+def test_vocabulary_makes_a_call_and_a_row_of_a_map_one_token(
     demonstrations: list[warm_start.Demonstration],
 ) -> None:
-    tokenizer = warm_start.build_tokenizer(demonstrations, 1024)
+    tokenizer = warm_start.build_tokenizer(demonstrations, 2048)
     # <tool_call>, line break, the call with its line break, </tool_call>, <|im_end|>
-    assert {len(tokenizer(warm_start.reply_text(action))["input_ids"]) for action in warm_start.ACTIONS} == {5}
+    used = {action for demonstration in demonstrations for action in demonstration.actions}
+    assert {len(tokenizer(warm_start.reply_text(action))["input_ids"]) for action in used} == {5}
     room = demonstrations[0].observations[0][0]["content"]
-    assert len(tokenizer(room)["input_ids"]) == 36
+    assert len(tokenizer(f"{room}\n")["input_ids"]) == 6
 
 
 def test_folder_loads_with_transformers(policy: Path) -> None:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(policy), AutoTokenizer.from_pretrained(policy)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(policy),
+        AutoTokenizer.from_pretrained(policy / warm_start.TOKENIZER_FOLDER),
+    )
     assert model.config.eos_token_id == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert model.config.vocab_size == len(tokenizer)
+    # The saved cutting rule is the one that is loaded.
+    assert len(tokenizer(warm_start.reply_text(warm_start.ACTIONS[0]))["input_ids"]) == 5
     record = json.loads((policy / warm_start.RECORD_FILE).read_text())
     assert record["last_loss"] < record["first_loss"]
 
