@@ -56,6 +56,11 @@ def _build(style: str, tokenizer: Callable[[], Any]) -> PromptStyle:
     return get_prompt_style(style)(tokenizer())
 
 
+def forget_styles() -> None:
+    """Build every style anew when it is asked for next."""
+    _build.cache_clear()
+
+
 FAMILIES = [
     Family(name="qwen2_5", tokenizer=tokenizers.qwen2_5_tokenizer, style="qwen2_5"),
     Family(name="qwen2_5-template", tokenizer=tokenizers.qwen2_5_tokenizer),

@@ -43,8 +43,18 @@ def test_slow_tokenizer_is_refused():
 
 
 def test_unknown_switch_is_refused():
-    with pytest.raises(PromptStyleError, match="qwen3 has no switch enable_thinkin;"):
-        build(tokenizers.qwen3_tokenizer(), enable_thinkin=False)
+    with pytest.raises(PromptStyleError, match="qwen3 has no switch enable_thinkin, other; remove it"):
+        build(tokenizers.qwen3_tokenizer(), enable_thinkin=False, other=1, enable_thinking=True)
+
+
+def test_template_that_does_not_end_the_turn_before_some_message_is_refused():
+    template = (
+        "{% for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content }}"
+        "{{- '<|im_end|>\\n' if messages[-1].role != 'system' else '' }}{% endfor %}"
+    )
+    style = build(tokenizer_with(template))
+    with pytest.raises(PromptStyleError, match="my-model does not end the turn before these messages"):
+        style.encode_observation([{"role": "system", "content": "<|im_end|>"}], turn_is_closed=True)
 
 
 def test_template_without_end_token_is_refused():
@@ -189,7 +199,13 @@ def test_results_of_several_calls_where_a_turn_may_have_one():
         [{"role": "tool", "content": "a"}, {"role": "tool", "content": "b"}], turn_is_closed=True, add_header=False
     )
     head = "<|start_header_id|>ipython<|end_header_id|>\n\n"
-    assert style.tokenizer.decode(delta) == f'{head}"a"<|eot_id|>{head}"b"<|eot_id|>'
+    results = f'{head}"a"<|eot_id|>{head}"b"<|eot_id|>'
+    assert style.tokenizer.decode(delta) == results
+    with_header = style.encode_observation(
+        [{"role": "tool", "content": "a"}, {"role": "tool", "content": "b"}], turn_is_closed=True
+    )
+    header = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    assert style.tokenizer.decode(with_header) == results + header
 
 
 def test_refusal_of_a_template_names_it_and_its_words():

@@ -129,7 +129,7 @@ def test_stop_settings_for_the_engine(tokenizer):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"enable_thinking": False}, "no switches .enable_thinking."),
+        ({"enable_thinking": False, "a": 1}, "no switches .a, enable_thinking."),
         ({"tool_parser": "glm"}, "as hermes, not glm"),
     ],
     ids=["template switch", "other parser"],
@@ -137,6 +137,12 @@ def test_stop_settings_for_the_engine(tokenizer):
 def test_options_without_meaning_are_refused(tokenizer, options, message):
     with pytest.raises(PromptStyleError, match=message):
         get_prompt_style("qwen2_5")(tokenizer, **options)
+
+
+def test_tokenizer_without_an_end_of_text_token_is_fine():
+    tokenizer = small_tokenizer(["<|im_start|>", "<|im_end|>"])
+    style = get_prompt_style("qwen2_5")(tokenizer)
+    assert style.parse_stop_ids == set(tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]))
 
 
 def test_tokenizer_without_chatml_tokens_is_refused():
