@@ -6,7 +6,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-unit test-e2e lint format lock check-gpu-lock build clean distclean
+.PHONY: help setup demo demo-learn test test-full test-unit test-e2e lint format lock check-gpu-lock build clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -14,8 +14,11 @@ help:  ## list the targets
 setup:  ## make .venv for a machine without a GPU (PYTHON=python3.12 picks another Python)
 	@bash scripts/setup_env.sh
 
-demo: setup  ## train a small agent on Sokoban on the CPU; ends in outputs/demo/summary.json
-	$(PY) -m examples.sokoban.demo
+demo: setup  ## train a small agent on Sokoban on the CPU; ends in outputs/demo/summary.json (ALGO=grpo for GRPO)
+	$(PY) -m examples.sokoban.demo $(if $(ALGO),--algo $(ALGO))
+
+demo-learn: setup  ## the same with as many steps as it takes to see it learn
+	$(PY) -m examples.sokoban.demo --learn $(if $(ALGO),--algo $(ALGO))
 
 test: setup  ## all tests; the end-to-end ones last
 	$(PY) -m pytest -m "not e2e"
