@@ -130,19 +130,20 @@ def demonstrate(spec: EpisodeSpec, error_rate: float, rng: random.Random) -> Dem
     """
     env = sokoban_env.SokobanEnv(**spec.env_kwargs)
     observation, _ = env.reset(spec.seed)
-    observations: list[list[Message]] = [observation]
+    observations: list[list[Message]] = []
     actions: list[str] = []
     is_over = is_cut = False
     while not (is_over or is_cut):
+        assert not isinstance(observation, str), "the game answers with messages"
+        observations.append(observation)
         plan = None if rng.random() < error_rate else solver.solve(env.room)
         # No plan: a box is stuck in a corner, all is lost.
         actions.append(plan[0] if plan else rng.choice(ACTIONS))
         observation, _, is_over, is_cut, _ = env.step(call_message(actions[-1]))
-        observations.append(observation)
     return Demonstration(
         task_prompt=env.task_prompt,
         tools_schema=env.tools_schema,
-        observations=observations[:-1],
+        observations=observations,
         actions=actions,
         is_solved=is_over,
     )
