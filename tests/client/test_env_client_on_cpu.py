@@ -36,7 +36,7 @@ def server() -> Iterator[MockEnvServer]:
         yield running
 
 
-@pytest.mark.parametrize("module", ["env_client", "tool_check"])
+@pytest.mark.parametrize("module", ["env_client", "client.tool_check"])
 def test_client_imports_without_torch_ray_and_verl(module):
     code = f"import sys, recipe.agent_env.{module}; sys.exit(any(m in sys.modules for m in ('torch', 'verl', 'ray')))"
     subprocess.run([sys.executable, "-c", code], check=True)
