@@ -481,3 +481,34 @@ async def test_characters_tokenised_per_turn_do_not_grow(server, monkeypatch):
     await play(server, [MOVE_UP], tokenizer=tokenizer, max_turn=128, max_prompt_length=100_000)
     assert len(counts) == 1 + 127
     assert max(counts[1:]) == counts[1]
+
+
+async def test_observation_does_not_eat_the_reply_limit(server):
+    """P52: two limits, and an observation of hundreds of tokens touches only the context's."""
+    server.script("game", always([{"role": USER, "content": "a b " * 250}]))
+    _, policy = await play(server, [MOVE_UP], max_turn=4, max_response_length=48)
+    assert policy.limits == [48] * 4
+
+
+@pytest.mark.parametrize(
+    ("steps", "rules", "reason"),
+    [
+        ([Step()], {"max_turn": 1}, EndReason.MAX_TURN),
+        ([Step(observation=[{"role": USER, "content": "x " * 9000}])], {}, EndReason.CONTEXT_FULL),
+        ([Step(truncated=True)], {}, EndReason.ENV_TRUNCATED),
+    ],
+    ids=["turn-cap", "context", "service"],
+)
+async def test_length_ends_are_apart_and_trained(server, steps, rules, reason):
+    """P51, P53: each limit has its own word, and an episode that one of them ended on an observation stays a sample."""
+    server.script("game", EnvScript(steps=steps))
+    episode, _ = await play(server, [MOVE_UP], **rules)
+    assert (episode.end_reason, episode.is_masked) == (reason, False)
+
+
+async def test_text_of_the_policy_is_the_masked_text_only(server):
+    """P12: the observation holds the answer; what is sampled, and only that, is the policy's."""
+    server.script("game", always([{"role": USER, "content": "the answer is 42"}]))
+    episode, _ = await play(server, ["no idea<|im_end|>"], max_turn=2)
+    assert "42" not in decode(trained_ids(episode))
+    assert "42" in decode(episode.response_ids)

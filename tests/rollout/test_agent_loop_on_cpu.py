@@ -1,0 +1,153 @@
+# Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The meeting point with verl's agent loop: what the engine is asked, who plays which row, when a batch is refused."""
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import ray
+import torch
+from omegaconf import OmegaConf
+from verl import DataProto
+from verl.workers.rollout.replica import TokenOutput
+
+from recipe.agent_env.agent_dataset import PromptTooLongError
+from recipe.agent_env.rollout.agent_loop import (
+    EngineSampler,
+    EnvAgentLoopManager,
+    TooManyFailedEpisodesError,
+    _rollout_indices,
+    _rows_to_play,
+)
+from recipe.agent_env.rollout.episode import EndReason, EngineError
+from tests.rollout.episodes import make_episode
+
+
+class FakeClient:
+    """Stands in for verl's LLMServerClient; answers what it is told."""
+
+    def __init__(self, answer):
+        self._answer = answer
+        self.requests: list[dict] = []
+
+    async def generate(self, **request):
+        self.requests.append(request)
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+
+def make_sampler(answer) -> tuple[EngineSampler, FakeClient]:
+    client = FakeClient(answer)
+    return EngineSampler(client, {"temperature": 0.5}, end_of_turn_ids=(9,), priority=3), client
+
+
+async def test_engine_is_asked_with_ids_and_answers_with_ids():
+    """P8: ids are the truth; whatever text an engine may hold beside them is never read."""
+    answer = TokenOutput(
+        token_ids=[5, 9], log_probs=[-0.1, -0.2], extra_fields={"num_cached_tokens": 2, "text": "other"}
+    )
+    sampler, client = make_sampler(answer)
+    reply = await sampler([1, 2, 3], 16, 0)
+    await sampler([1, 2, 3, 5, 9, 4], 16, 1)
+    assert (reply.ids, reply.log_probs, reply.num_cached_tokens) == ([5, 9], [-0.1, -0.2], 2)
+    assert client.requests[0]["prompt_ids"] == [1, 2, 3]
+    assert client.requests[0]["sampling_params"] == {"temperature": 0.5, "stop_token_ids": [9], "max_tokens": 16}
+    assert client.requests[0]["request_id"] == client.requests[1]["request_id"], "turns stay on one replica"
+
+
+@pytest.mark.parametrize(
+    ("answer", "match"),
+    [
+        (TokenOutput(token_ids=[], stop_reason="aborted"), "aborted the request of turn 2"),
+        (ValueError("no room"), "failed on turn 2: ValueError: no room"),
+    ],
+    ids=["aborted", "raised"],
+)
+async def test_engine_fault_is_named(answer, match):
+    sampler, _ = make_sampler(answer)
+    with pytest.raises(EngineError, match=match):
+        await sampler([1], 8, 1)
+
+
+async def test_dead_engine_ends_the_run_with_its_own_error():
+    sampler, _ = make_sampler(ray.exceptions.RayActorError())
+    with pytest.raises(ray.exceptions.RayActorError):
+        await sampler([1], 8, 0)
+
+
+def test_repetitions_are_counted_over_the_whole_batch():
+    assert _rollout_indices(np.array([4, 4, 7, 4])).tolist() == [0, 1, 0, 2]
+
+
+def test_padding_copies_of_validation_are_not_played_again():
+    """verl fills a validation batch up with copies of its first rows; each takes its original's episode."""
+    rows = np.array([0, 0, 1, 1, 0, 0])
+    played, source = _rows_to_play(rows, _rollout_indices(rows), num_repeats=2)
+    assert played.tolist() == [0, 1, 2, 3]
+    assert source == [0, 1, 2, 3, 0, 1]
+
+
+class FakeWorker:
+    """Plays a row by naming it: the first prompt token is the row's number."""
+
+    def __init__(self, episode_of):
+        self._episode_of = episode_of
+        self.generate_sequences = SimpleNamespace(remote=self._generate)
+        self.num_rows: list[int] = []
+
+    async def _generate(self, batch: DataProto):
+        self.num_rows.append(len(batch))
+        return [self._episode_of(int(index)) for index in batch.non_tensor_batch["index"]]
+
+
+def make_manager(num_workers: int, episode_of=None, max_failed_fraction: float = 0.5) -> EnvAgentLoopManager:
+    manager = EnvAgentLoopManager.__new__(EnvAgentLoopManager)
+    manager.config = OmegaConf.create(
+        {"env": {"max_failed_fraction": max_failed_fraction}, "data": {"max_prompt_length": 8}}
+    )
+    manager.rollout_config = OmegaConf.create({"val_kwargs": {"n": 1}})
+    manager.agent_loop_workers = [
+        FakeWorker(episode_of or (lambda row: make_episode(prompt_ids=[100 + row]))) for _ in range(num_workers)
+    ]
+    manager._pad_token_id = 0
+    return manager
+
+
+def make_prompts(num_rows: int, *, validate: bool = False) -> DataProto:
+    columns = {"index": np.arange(num_rows), "env_name": np.array(["game"] * num_rows, dtype=object)}
+    prompts = DataProto.from_dict(tensors={"dummy_tensor": torch.zeros(num_rows, 1)}, non_tensors=columns)
+    prompts.meta_info["validate"] = validate
+    return prompts
+
+
+@pytest.mark.parametrize(("num_rows", "num_workers"), [(7, 4), (1, 8), (3, 2), (8, 4)])
+async def test_any_number_of_rows_on_any_number_of_workers(num_rows, num_workers):
+    """P38: every row once, in order, spread as evenly as can be."""
+    manager = make_manager(num_workers)
+    output = await manager.generate_sequences(make_prompts(num_rows))
+    assert output.batch["prompts"][:, -1].tolist() == [100 + row for row in range(num_rows)]
+    shares = [sum(worker.num_rows) for worker in manager.agent_loop_workers]
+    assert sum(shares) == num_rows and max(shares) - min(shares) <= 1
+    assert output.meta_info["timing"]["agent_loop/generate_sequences/mean"] == 0.0
+
+
+def failing(num_failed: int):
+    return lambda row: make_episode(end_reason=EndReason.FAILED if row < num_failed else EndReason.TERMINATED)
+
+
+async def test_outage_stops_the_run_above_the_limit_and_warns_below(caplog):
+    """P68, P81: trained on zeros by nobody."""
+    with pytest.raises(TooManyFailedEpisodesError, match=r"3 of 4 episodes failed \(75%\).*made by hand.*0\.5"):
+        await make_manager(2, failing(3)).generate_sequences(make_prompts(4))
+    with caplog.at_level(logging.WARNING):
+        output = await make_manager(2, failing(2)).generate_sequences(make_prompts(4))
+    assert "2 of 4 episodes failed (50%)" in caplog.text
+    assert output.non_tensor_batch["is_failed"].tolist() == [True, True, False, False]
+
+
+async def test_batch_without_one_fitting_prompt_stops_the_run():
+    manager = make_manager(1, lambda row: make_episode(end_reason=EndReason.PROMPT_TOO_LONG))
+    with pytest.raises(PromptTooLongError, match="none of the 2 first prompts.*data.max_prompt_length=8"):
+        await manager.generate_sequences(make_prompts(2))
