@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,9 @@ class DemoError(Exception):
 class Plan:
     """How much is trained."""
 
+    demonstrations: int
+    """Episodes that the policy imitates beforehand; fewer make a clumsier one, sooner."""
+
     steps: int
     """Updates of the policy."""
 
@@ -58,8 +61,8 @@ class Plan:
     """Steps between validations; there is one before the first step and one after the last anyway."""
 
 
-FAST = Plan(steps=8, episodes_per_step=64, test_freq=100)
-LEARN = Plan(steps=80, episodes_per_step=64, test_freq=20)
+FAST = Plan(demonstrations=1280, steps=6, episodes_per_step=64, test_freq=100)
+LEARN = Plan(demonstrations=3200, steps=80, episodes_per_step=64, test_freq=20)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -323,7 +326,8 @@ def train(options: Options, memory: processes.MemoryWatch) -> None:
     test_hash = prepare_data(options.out_dir / "data")
     print("[2/4] policy: a tiny model that imitates a clumsy solver", flush=True)
     model = options.out_dir / f"warm_start_seed{options.seed}"
-    model_record = warm_start(model, options.out_dir / "data/train.parquet", WarmStartConfig(seed=options.seed))
+    shown = WarmStartConfig(seed=options.seed, num_episodes=options.plan.demonstrations)
+    model_record = warm_start(model, options.out_dir / "data/train.parquet", shown)
     print(f"  {model_record['num_parameters'] / 1e6:.1f} M parameters", "(cached)" * model_record["was_cached"])
     print(
         f"[3/4] {options.algorithm.upper()}: {options.plan.steps} steps; log: {options.run_dir}/train.log", flush=True
@@ -385,7 +389,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = build_parser().parse_args(arguments)
     plan = LEARN if args.learn else FAST
     if args.steps is not None:
-        plan = Plan(steps=args.steps, episodes_per_step=plan.episodes_per_step, test_freq=plan.test_freq)
+        plan = replace(plan, steps=args.steps)
     out_dir = args.out_dir or _ROOT / "outputs" / ("demo_learn" if args.learn else "demo")
     options = Options(
         algorithm=args.algo,
