@@ -21,7 +21,7 @@ SAMPLED, GREEDY = (validation.success_key(decoding) for decoding in validation.D
 
 @pytest.fixture
 def options(tmp_path: Path) -> demo.Options:
-    plan = demo.Plan(steps=2, episodes_per_step=16, test_freq=1)
+    plan = demo.Plan(demonstrations=32, steps=2, episodes_per_step=16, test_freq=1)
     run = demo.Options(
         algorithm="ppo", plan=plan, seed=3, out_dir=tmp_path, noise_rewards=False, exports=False, overrides=()
     )
