@@ -61,7 +61,7 @@ class Plan:
     """Steps between validations; there is one before the first step and one after the last anyway."""
 
 
-FAST = Plan(demonstrations=1280, steps=6, episodes_per_step=64, test_freq=100)
+FAST = Plan(demonstrations=2400, steps=6, episodes_per_step=64, test_freq=100)
 LEARN = Plan(demonstrations=3200, steps=80, episodes_per_step=64, test_freq=20)
 
 
