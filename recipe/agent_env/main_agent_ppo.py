@@ -57,7 +57,7 @@ def run(config: DictConfig) -> None:
     signal.signal(signal.SIGTERM, _raise_interrupt)
     try:
         run_ppo(config, task_runner_class=AgentTaskRunner)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # Ray turns SIGTERM into SystemExit where it was started last
         _close_environments()
         sys.exit(130)
     finally:
