@@ -47,7 +47,9 @@ def main() -> int:
     # A fault's name ends with its number.
     names = ["*[37]"] if options.sample else []
     run = [*mutmut, "run", "--max-children", str(options.children), *names]
-    subprocess.run(run, cwd=WORK, env=environment, check=False)
+    if subprocess.run(run, cwd=WORK, env=environment, check=False).returncode < 0:
+        print("mutmut was stopped before it was done", file=sys.stderr)
+        return 1
     subprocess.run([*mutmut, "export-cicd-stats"], cwd=WORK, env=environment, check=True)
     counts = json.loads((WORK / "mutants" / "mutmut-cicd-stats.json").read_text(encoding="utf-8"))
     caught = counts["killed"] + counts["timeout"] + counts["segfault"]
