@@ -36,6 +36,7 @@ class AgentRayPPOTrainer(RayPPOTrainer):
     def init_workers(self) -> None:
         """verl's workers; what updates them counts trained rows only, see `algorithms.mini_batches`."""
         super().init_workers()
+        self.async_rollout_manager.pad_token_id = self.tokenizer.pad_token_id
         self.actor_rollout_wg.update_actor = count_trained_rows(self.actor_rollout_wg.update_actor)
         if self.use_critic:
             self.critic_wg.train_mini_batch = count_trained_rows(self.critic_wg.train_mini_batch)

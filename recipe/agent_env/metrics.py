@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from recipe.agent_env.algorithms.groups import lacks_spread
-from recipe.agent_env.rollout.episode import EndReason
+from recipe.agent_env.rollout.episode import UNPLAYED_REASONS, EndReason
 
 _PER_EPISODE = {
     "episode_return": "episode_return",
@@ -161,7 +161,7 @@ def validation_columns(data_sources: Any, columns: dict[str, list[Any]]) -> dict
         one 0/1 column `end_reason/<reason>` over all episodes for each reason that occurred.
     """
     end_reasons = columns["end_reason"]
-    is_counted = [reason not in (EndReason.FAILED.value, EndReason.PROMPT_TOO_LONG.value) for reason in end_reasons]
+    is_counted = [EndReason(reason) not in UNPLAYED_REASONS for reason in end_reasons]
     counted: dict[str, list[Any]] = {}
     for name, values in columns.items():
         if name != "end_reason":

@@ -1,6 +1,7 @@
 # Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What the trainer sends its workers: verl's own `_update_actor` and `_update_critic` over recording worker groups."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -45,13 +46,19 @@ def trainer(monkeypatch):
     trainer.config = finish_config(composed(*overrides, *mini_batch))
     trainer.distillation_config = None
     trainer.use_critic = True
+    trainer.tokenizer = SimpleNamespace(pad_token_id=7)
 
     def init_workers(self):
+        self.async_rollout_manager = SimpleNamespace()
         self.actor_rollout_wg, self.critic_wg = RecordingWorkers("actor"), RecordingWorkers("train")
 
     monkeypatch.setattr(RayPPOTrainer, "init_workers", init_workers)
     trainer.init_workers()
     return trainer
+
+
+def test_padding_is_the_tokenizers(trainer):
+    assert trainer.async_rollout_manager.pad_token_id == 7
 
 
 def a_batch(is_trained: list[int]):

@@ -111,7 +111,7 @@ def make_manager(num_workers: int, episode_of=None, max_failed_fraction: float =
     manager.agent_loop_workers = [
         FakeWorker(episode_of or (lambda row: make_episode(prompt_ids=[100 + row]))) for _ in range(num_workers)
     ]
-    manager._pad_token_id = 0
+    manager.pad_token_id = 0
     return manager
 
 

@@ -171,7 +171,8 @@ class EnvAgentLoopManager(AgentLoopManager):
     def __init__(self, *args: Any, **kwargs: Any):
         self.agent_loop_workers_class = ray.remote(EnvAgentLoopWorker)
         super().__init__(*args, **kwargs)
-        self._pad_token_id: int | None = None
+        self.pad_token_id = 0
+        """Fills the padding, which is masked. The trainer, which holds the tokenizer, puts the tokenizer's here."""
 
     @auto_await
     @SkipManager.annotate(role="rollout")
@@ -205,22 +206,11 @@ class EnvAgentLoopManager(AgentLoopManager):
         self._stop_on_outage(episodes)
         self._stop_on_useless_data(episodes)
         kept = {k: v for k, v in prompts.non_tensor_batch.items() if k not in _STEERING_COLUMNS | _TRAINER_COLUMNS}
-        output = assemble(episodes, pad_token_id=self._get_pad_token_id(), passed_on=kept)
+        output = assemble(episodes, pad_token_id=self.pad_token_id, passed_on=kept)
         if "__do_sample__" in columns:
             mark_missing_baselines(output, is_greedy=~columns["__do_sample__"].astype(bool))
         output.meta_info["timing"] = _timing(episodes)
         return output
-
-    def _get_pad_token_id(self) -> int:
-        """The tokenizer's pad id; padding is masked, so any id of the vocabulary would do."""
-        if self._pad_token_id is None:
-            from verl.utils import hf_tokenizer
-            from verl.utils.fs import copy_to_local
-
-            path = copy_to_local(self.model_config.get("tokenizer_path") or self.model_config.path)
-            tokenizer = hf_tokenizer(path, trust_remote_code=self.model_config.get("trust_remote_code", False))
-            self._pad_token_id = tokenizer.pad_token_id
-        return self._pad_token_id
 
     def _stop_on_useless_data(self, episodes: list[Episode]) -> None:
         if all(e.end_reason is EndReason.PROMPT_TOO_LONG for e in episodes):

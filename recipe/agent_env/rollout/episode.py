@@ -43,6 +43,10 @@ TRUNCATION_REASONS = frozenset({EndReason.ENV_TRUNCATED, EndReason.MAX_TURN, End
 """Ends where the task went on: we or the service stopped it."""
 
 
+UNPLAYED_REASONS = frozenset({EndReason.FAILED, EndReason.PROMPT_TOO_LONG})
+"""Ends that say nothing about the policy: such a row is never trained on and counts nowhere."""
+
+
 class EngineError(RuntimeError):
     """The inference engine gave no usable reply: the row carries no learning signal."""
 
@@ -168,7 +172,7 @@ class Episode:
     @property
     def is_masked(self) -> bool:
         """Whether the row carries no learning signal: it failed, nothing was sampled, or its end is masked."""
-        never_played = self.end_reason in (EndReason.FAILED, EndReason.PROMPT_TOO_LONG) or len(self.engine_ids) == 0
+        never_played = self.end_reason in UNPLAYED_REASONS or len(self.engine_ids) == 0
         return never_played or self.is_withheld
 
 
@@ -438,7 +442,7 @@ def _finish(
 
 def _success(attempt: _Attempt, reason: EndReason, rules: EpisodeRules) -> float | None:
     """The environment's own word on whether the episode was solved."""
-    if reason in (EndReason.FAILED, EndReason.PROMPT_TOO_LONG):
+    if reason in UNPLAYED_REASONS:
         return None
     said = attempt.last_info.get(rules.success_key)
     if isinstance(said, bool | int | float):
