@@ -6,7 +6,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-learn test test-full test-unit test-e2e lint format lock check-gpu-lock build clean distclean
+.PHONY: help setup demo demo-learn test test-full test-unit test-e2e lint format docs lock check-gpu-lock build clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ lint: setup  ## ruff and mypy
 format: setup  ## let ruff rewrite what it can
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+docs: setup  ## write docs/configuration.md from the comments of the yaml files
+	$(PY) scripts/config_reference.py
 
 lock: setup  ## resolve requirements/*.in into requirements/*.txt (needs PyPI; UPGRADE=1 moves every pin)
 	$(PY) scripts/lock.py $(if $(UPGRADE),--upgrade) cpu gpu
