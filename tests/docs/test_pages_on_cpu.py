@@ -12,7 +12,9 @@ from tests.test_config_on_cpu import composed
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(
-    [*DOCS.glob("*.md"), *ROOT.glob("*.md"), *(ROOT / "recipe").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    page
+    for folder in (ROOT, *(ROOT / name for name in ("docs", "docker", "examples", "recipe", "requirements")))
+    for page in (folder.glob("*.md") if folder == ROOT else folder.rglob("*.md"))
 )
 FAQ = (DOCS / "faq.md").read_text(encoding="utf-8")
 

@@ -28,7 +28,7 @@ def direct_requirements(extras: list[str], python: str) -> list[Requirement]:
 
 @pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize(
-    ("kind", "extras"), [("cpu", ["cpu", "test", "dev"]), ("gpu", ["gpu", "test"])], ids=["cpu", "gpu"]
+    ("kind", "extras"), [("cpu", ["cpu", "test", "openenv", "dev"]), ("gpu", ["gpu", "test"])], ids=["cpu", "gpu"]
 )
 def test_lock_satisfies_what_the_project_asks_for(kind, extras, python):
     pins = read_pins(kind, python)
@@ -59,7 +59,7 @@ def test_installed_versions_are_the_pinned_ones():
 def test_every_requirement_of_every_installed_package_is_met():
     """What `--no-deps` skips: walk the whole graph from this project, each package with the extras asked of it."""
     problems = set()
-    queue = [(PROJECT, extra) for extra in ("", "cpu", "test", "dev")]
+    queue = [(PROJECT, extra) for extra in ("", "cpu", "test", "openenv", "dev")]
     seen = set(queue)
     while queue:
         name, extra = queue.pop()

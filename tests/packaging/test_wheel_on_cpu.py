@@ -83,7 +83,7 @@ def test_wheel_metadata_names_licence_pythons_extras_and_the_verl_plugin(wheel):
         assert archive.read(f"{info}licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
     assert metadata["License-Expression"] == "Apache-2.0"
     assert set(metadata["Requires-Python"].split(",")) == {">=3.10", "<3.13"}
-    assert set(metadata.get_all("Provides-Extra")) == {"gpu", "cpu", "test", "dev", "mlflow"}
+    assert set(metadata.get_all("Provides-Extra")) == {"gpu", "cpu", "test", "openenv", "dev", "mlflow"}
     assert list(entry_points["verl.plugins"].values()) == ["recipe.agent_env.platform_cpu"]
 
 
