@@ -126,11 +126,12 @@ def _check_trackers(config: DictConfig) -> None:
 def _check_required(config: DictConfig) -> None:
     for key in ("actor_rollout_ref.model.path", "data.train_files", "data.val_files", "env.environment_endpoint"):
         _fail_unless(bool(OmegaConf.select(config, key)), f"{key} is not set")
-    endpoint = config.env.environment_endpoint
-    _fail_unless(
-        isinstance(endpoint, str) and endpoint.startswith(("http://", "https://")),
-        f"env.environment_endpoint: expected an http:// or https:// URL, got {endpoint!r}",
-    )
+    endpoints = config.env.environment_endpoint
+    for endpoint in [endpoints] if isinstance(endpoints, str) else endpoints:
+        _fail_unless(
+            isinstance(endpoint, str) and endpoint.startswith(("http://", "https://")),
+            f"env.environment_endpoint: expected an http:// or https:// URL, or a list of them, got {endpoint!r}",
+        )
     try:
         get_prompt_style(config.data.agent_prompt_style)
     except (KeyError, ValueError) as exc:
@@ -169,6 +170,10 @@ def _check_env(config: DictConfig) -> None:
     )
     for key in ("request_timeout_s", "connect_timeout_s", "episode_timeout_s", "keepalive_s"):
         _fail_unless(env[key] > 0, f"env.{key}: expected more than 0 seconds, got {env[key]}")
+    _fail_unless(
+        env.batch_timeout_s is None or env.batch_timeout_s > 0,
+        f"env.batch_timeout_s: expected null or more than 0 seconds, got {env.batch_timeout_s}",
+    )
     _fail_unless(
         0 <= env.max_failed_fraction <= 1, f"env.max_failed_fraction: expected 0 to 1, got {env.max_failed_fraction}"
     )

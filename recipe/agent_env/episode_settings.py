@@ -39,8 +39,9 @@ def env_client_config(config: DictConfig, *, num_sharers: int = 1) -> EnvClientC
     """
     env = config.env
     headers: Any = OmegaConf.to_container(env.headers)
+    endpoint = env.environment_endpoint
     return EnvClientConfig(
-        endpoint=env.environment_endpoint,
+        endpoint=endpoint if isinstance(endpoint, str) else list(endpoint),
         request_timeout_s=env.request_timeout_s,
         connect_timeout_s=env.connect_timeout_s,
         retry_time_s=env.retry_time_s,

@@ -40,7 +40,7 @@ class Threaded:
 
 
 @asynccontextmanager
-async def connect(face: str, url: str, **settings: Any) -> AsyncIterator[Any]:
+async def connect(face: str, url: str | list[str], **settings: Any) -> AsyncIterator[Any]:
     """A client of either face; sessions that it opens have the same calls, all to be awaited."""
     config = EnvClientConfig(endpoint=url, **{**SHORT_LIMITS, **settings})
     if face == "async":

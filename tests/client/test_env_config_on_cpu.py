@@ -19,7 +19,10 @@ TOKEN = "s3cret-token"
         ({"endpoint": "ftp://host"}, "endpoint must look like"),
         ({"endpoint": "http://host/?a=1"}, "endpoint must look like"),
         ({"endpoint": "http://host:99999"}, "no URL"),
-        ({"endpoint": ["http://host"]}, "endpoint must be a URL, not list"),
+        ({"endpoint": 8000}, "endpoint must be a URL, not int"),
+        ({"endpoint": []}, "one service or several different ones"),
+        ({"endpoint": ["http://host", "http://host/"]}, "one service or several different ones"),
+        ({"endpoint": ["http://host", "host"]}, "endpoint must look like http://host:port"),
         ({"request_timeout_s": 0}, "request_timeout_s must be above 0"),
         ({"request_timeout_s": float("inf")}, "request_timeout_s must be a number of seconds"),
         ({"connect_timeout_s": "5"}, "connect_timeout_s must be a number of seconds"),
@@ -50,6 +53,11 @@ def test_credentials_in_the_endpoint_are_refused_and_not_shown():
 @pytest.mark.parametrize("endpoint", ["http://h:1", "http://h:1/", "http://h:1//"])
 def test_trailing_slash_of_the_endpoint_is_dropped(endpoint):
     assert EnvClientConfig(endpoint=endpoint).endpoint == "http://h:1"
+
+
+def test_endpoints_may_be_one_or_several():
+    assert EnvClientConfig(endpoint="http://h:1/").endpoints == ("http://h:1",)
+    assert EnvClientConfig(endpoint=["http://h:1/", "http://h:2"]).endpoints == ("http://h:1", "http://h:2")
 
 
 def test_token_comes_from_value_file_or_variable(tmp_path, monkeypatch):
@@ -89,7 +97,7 @@ def test_missing_tls_file_is_named(tmp_path):
 def test_proxy_variables_count_only_with_trust_env(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://proxy:1")
     monkeypatch.setenv("no_proxy", "inside")
-    assert EnvClientConfig(endpoint=URL).resolve_proxy() is None
-    assert EnvClientConfig(endpoint=URL, trust_env=True).resolve_proxy() == "http://proxy:1"
-    assert EnvClientConfig(endpoint="http://inside", trust_env=True).resolve_proxy() is None
-    assert EnvClientConfig(endpoint=URL, trust_env=True, proxy="http://mine:2").resolve_proxy() == "http://mine:2"
+    assert EnvClientConfig(endpoint=URL).resolve_proxy(URL) is None
+    assert EnvClientConfig(endpoint=URL, trust_env=True).resolve_proxy(URL) == "http://proxy:1"
+    assert EnvClientConfig(endpoint=URL, trust_env=True).resolve_proxy("http://inside") is None
+    assert EnvClientConfig(endpoint=URL, trust_env=True, proxy="http://mine:2").resolve_proxy(URL) == "http://mine:2"

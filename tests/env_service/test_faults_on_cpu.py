@@ -190,7 +190,7 @@ def test_close_does_not_wait_for_a_running_step():
 
 
 def test_other_sessions_answer_while_one_burns_the_processor(service: Service):
-    """The eighth is inside a long step when the other seven play."""
+    """P85: the eighth is inside a long step when the other seven play."""
     slow = service.open("faulty", where="step", what="burn", seconds=2.0)
     others = [service.open("echo") for _ in range(7)]
     with ThreadPoolExecutor(1) as pool:

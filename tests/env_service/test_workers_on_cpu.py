@@ -27,6 +27,7 @@ def pid_of(service: Service, env_id: str) -> int:
 
 
 def test_sessions_are_spread_and_stay_with_their_worker(service: Service):
+    """P83: with several processes every call of a session still finds it."""
     ids = [service.open("faulty") for _ in range(4)]
     pids = [[pid_of(service, env_id) for env_id in ids] for _ in range(3)]
     assert pids[0] == pids[1] == pids[2]

@@ -2,6 +2,7 @@
 """The meeting point with verl's agent loop: what the engine is asked, who plays which row, when a batch is refused."""
 
 import logging
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,17 +11,19 @@ import ray
 import torch
 from omegaconf import OmegaConf
 from verl import DataProto
+from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.agent_env.agent_dataset import PromptTooLongError
 from recipe.agent_env.rollout.agent_loop import (
     EngineSampler,
     EnvAgentLoopManager,
+    EnvAgentLoopWorker,
     TooManyFailedEpisodesError,
     _rollout_indices,
     _rows_to_play,
 )
-from recipe.agent_env.rollout.episode import EndReason, EngineError
+from recipe.agent_env.rollout.episode import EndReason, EngineError, EngineLostError
 from tests.rollout.episodes import make_episode
 
 
@@ -73,7 +76,7 @@ async def test_engine_fault_is_named(answer, match):
 
 async def test_dead_engine_ends_the_run_with_its_own_error():
     sampler, _ = make_sampler(ray.exceptions.RayActorError())
-    with pytest.raises(ray.exceptions.RayActorError):
+    with pytest.raises(EngineLostError, match="an inference engine is gone, on turn 1"):
         await sampler([1], 8, 0)
 
 
@@ -145,6 +148,32 @@ async def test_outage_stops_the_run_above_the_limit_and_warns_below(caplog):
         output = await make_manager(2, failing(2)).generate_sequences(make_prompts(4))
     assert "2 of 4 episodes failed (50%)" in caplog.text
     assert output.non_tensor_batch["is_failed"].tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("limit_s", [None, 60.0])
+async def test_batch_has_its_own_deadline(monkeypatch, limit_s):
+    """P70: counted from the start of each batch, and handed to every episode of it."""
+    deadlines = []
+
+    async def play_episode(spec, *, deadline, **_):
+        deadlines.append(deadline)
+        return make_episode()
+
+    async def play_one_row(worker, batch):
+        row = {"env_name": "game", "seed": 0, "env_kwargs": {}, "priority": 0, "rollout_index": 0}
+        where = {"step": 0, "sample_index": 0, "validate": False}
+        return await worker._run_agent_loop({}, where, agent_name="env", trace=False, **row)
+
+    monkeypatch.setattr("recipe.agent_env.rollout.agent_loop.play_episode", play_episode)
+    monkeypatch.setattr(AgentLoopWorker, "generate_sequences", play_one_row)
+    worker = EnvAgentLoopWorker.__new__(EnvAgentLoopWorker)
+    worker.config = OmegaConf.create({"env": {"batch_timeout_s": limit_s}})
+    worker._client, worker._rules, worker.llm_client = object(), object(), object()
+    worker._episode_tokenizer = SimpleNamespace(style=SimpleNamespace(end_of_turn_ids=(9,)))
+    for now in (100.0, 500.0):
+        monkeypatch.setattr(time, "monotonic", lambda now=now: now)
+        await worker.generate_sequences(None)
+    assert deadlines == ([None, None] if limit_s is None else [160.0, 560.0])
 
 
 async def test_batch_without_one_fitting_prompt_stops_the_run():

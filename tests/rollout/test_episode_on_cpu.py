@@ -2,13 +2,22 @@
 """Episodes of a scripted policy against a live loopback service: what happened is what is written down."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
 
 from recipe.agent_env.env_client import AsyncEnvClient, EnvClientConfig
+from recipe.agent_env.metrics import env_metrics
 from recipe.agent_env.rollout.batch import assemble
-from recipe.agent_env.rollout.episode import EndReason, EngineError, Episode, play_episode
+from recipe.agent_env.rollout.episode import (
+    EndReason,
+    EngineError,
+    EngineLostError,
+    Episode,
+    SampledReply,
+    play_episode,
+)
 from tests.mock_env_server import ABSENT, EnvScript, MockEnvServer, Step
 from tests.rollout.scripted_policy import MOVE_UP, ScriptedPolicy, decode, encode, make_rules, make_spec, make_tokenizer
 
@@ -428,6 +437,94 @@ async def test_one_fault_never_touches_another_row(server):
     assert (batch.batch["response_mask"].sum(-1) == 0).sum() == 2
 
 
+async def test_one_time_faults_cost_no_row_where_episodes_are_restarted(server):
+    """P69: the same three faults, once each, with restarts: 64 good rows, in order."""
+    server.script("game", always(info={}))
+    server.fault("status", call="initialize", seed=5, status=400)
+    server.fault("status", call="step", seed=20, step=2)
+    server.fault("status", call="close", seed=40)
+    config = EnvClientConfig(endpoint=server.url, request_timeout_s=20.0, max_concurrent_episodes=16)
+    async with AsyncEnvClient(config) as client:
+        episodes = await asyncio.gather(
+            *[
+                play_episode(
+                    make_spec(seed),
+                    client=client,
+                    tokenizer=make_tokenizer(),
+                    sample=ScriptedPolicy([f"reply {seed}<|im_end|>"]),
+                    rules=make_rules(max_turn=4, max_episode_restarts=1),
+                )
+                for seed in range(64)
+            ]
+        )
+    assert [seed for seed, episode in enumerate(episodes) if episode.num_restarts] == [5, 20]
+    for seed, episode in enumerate(episodes):
+        assert decode(trained_ids(episode)) == f"reply {seed}<|im_end|>" * 4
+    assert server.live_count == 1, "the one whose close failed, left to the service's idle limit"
+
+
+async def test_three_of_ten_failed_episodes_show_as_a_ratio_and_a_warning(server, caplog):
+    """P81: 30% injected faults without restarts, from the service to the metric."""
+    for seed in (1, 4, 8):
+        server.fault("status", call="step", seed=seed, step=1, times=None)
+    async with AsyncEnvClient(EnvClientConfig(endpoint=server.url)) as client:
+        episodes = await asyncio.gather(
+            *[
+                play_episode(
+                    make_spec(seed),
+                    client=client,
+                    tokenizer=make_tokenizer(),
+                    sample=ScriptedPolicy([MOVE_UP]),
+                    rules=make_rules(),
+                )
+                for seed in range(10)
+            ]
+        )
+    batch = assemble(episodes, pad_token_id=0, passed_on={})
+    columns = {**batch.non_tensor_batch, "env_name": np.array(["game"] * 10, dtype=object)}
+    assert env_metrics(columns)["env/failed_episode_ratio"] == pytest.approx(0.3)
+    assert caplog.text.count("attempt 1 of 1 failed") == 3
+
+
+async def test_service_that_dies_loses_its_sessions_and_its_episodes_move_on(server):
+    """P80: two services, one is stopped under its episodes; all rows are whole, replayed at the other."""
+    with MockEnvServer() as dying:
+        for one in (server, dying):
+            one.script("game", always())
+        num_waiting, is_dead = 0, asyncio.Event()
+
+        async def sample(context_ids, max_tokens, turn):
+            nonlocal num_waiting
+            if turn == 1 and not is_dead.is_set():
+                num_waiting += 1
+                if num_waiting == 8:
+                    await asyncio.to_thread(dying.stop)
+                    is_dead.set()
+                await is_dead.wait()
+            ids = encode(MOVE_UP)
+            return SampledReply(ids=ids, log_probs=[-0.5] * len(ids))
+
+        config = EnvClientConfig(endpoint=[server.url, dying.url], retry_wait_s=0.01, retry_max_wait_s=0.02)
+        async with AsyncEnvClient(config) as client:
+            episodes = await asyncio.gather(
+                *[
+                    play_episode(
+                        make_spec(seed),
+                        client=client,
+                        tokenizer=make_tokenizer(),
+                        sample=sample,
+                        rules=make_rules(max_turn=4, max_episode_restarts=2),
+                    )
+                    for seed in range(8)
+                ]
+            )
+        assert len(dying.episodes) == 4, "the episodes were spread"
+    assert [episode.end_reason for episode in episodes] == [EndReason.MAX_TURN] * 8
+    assert sum(episode.num_restarts > 0 for episode in episodes) == 4
+    assert all(decode(trained_ids(episode)) == MOVE_UP * 4 for episode in episodes)
+    assert server.live_count == 0
+
+
 async def test_episode_longer_than_its_limit_fails_and_is_closed(server):
     """P70: the limit holds whatever hangs."""
     server.fault("hang", call="step", times=None)
@@ -435,6 +532,44 @@ async def test_episode_longer_than_its_limit_fails_and_is_closed(server):
     episode, _ = await play(server, [MOVE_UP], config=config, episode_timeout_s=0.5)
     assert episode.end_reason is EndReason.FAILED
     assert "env.episode_timeout_s=0.5" in episode.failure
+
+
+HANGS = {
+    "initialize": {"kind": "hang", "call": "initialize"},
+    "reset": {"kind": "hang", "call": "task-prompt"},
+    "step": {"kind": "hang", "call": "step"},
+    "close": {"kind": "hang", "call": "close"},
+    "trickle": {"kind": "slow_body", "call": "step", "seconds": 1.0},
+    "trickled-head": {"kind": "slow_headers", "call": "initialize", "seconds": 1.0},
+}
+
+
+@pytest.mark.parametrize("where", HANGS)
+async def test_hanging_service_holds_up_a_batch_no_longer_than_its_limit(server, where):
+    """P70: call and episode have a minute each and three tries; the batch's own second ends it. Others are whole."""
+    server.script("game", always())
+    server.fault(seed=3, times=None, **HANGS[where])
+    config = EnvClientConfig(endpoint=server.url, late_answer_s=0.1, close_timeout_s=1.0)
+    async with AsyncEnvClient(config) as client:
+        deadline = time.monotonic() + 5.0
+        episodes = await asyncio.gather(
+            *[
+                play_episode(
+                    make_spec(seed),
+                    client=client,
+                    tokenizer=make_tokenizer(),
+                    sample=ScriptedPolicy([MOVE_UP]),
+                    rules=make_rules(max_turn=2, max_episode_restarts=2, episode_timeout_s=60.0),
+                    deadline=deadline,
+                )
+                for seed in range(6)
+            ]
+        )
+    failed = [seed for seed, episode in enumerate(episodes) if episode.end_reason is EndReason.FAILED]
+    assert failed == ([] if where == "close" else [3])
+    if failed:
+        assert "the batch took longer than env.batch_timeout_s" in episodes[3].failure
+        assert episodes[3].num_restarts == 0
 
 
 async def test_cancelled_episode_closes_its_environment(server):
@@ -456,6 +591,13 @@ async def test_cancelled_episode_closes_its_environment(server):
         with pytest.raises(asyncio.CancelledError):
             await task
     assert server.live_count == 0
+
+
+async def test_lost_engine_ends_the_run_and_not_one_row(server):
+    """An episode that swallowed it would be played again, and the next batch as well."""
+    with pytest.raises(EngineLostError, match="gone"):
+        await play(server, [MOVE_UP, EngineLostError("gone")], max_episode_restarts=2)
+    assert (len(server.episodes), server.live_count) == (1, 0)
 
 
 async def test_unforeseen_error_masks_one_row(server):

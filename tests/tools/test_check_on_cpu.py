@@ -179,6 +179,15 @@ def test_what_cannot_work_is_an_error_with_advice(check, overrides, text):
     assert status == 1
 
 
+def test_each_of_several_services_is_asked(check, service):
+    """The one that answers is looked at all the same."""
+    status, text = check(f"env.environment_endpoint=[{service.url},http://127.0.0.1:9]")
+    assert status == 1
+    assert f"{service.url} answers" in text
+    assert "the service does not answer: health at http://127.0.0.1:9/" in text
+    assert "the same seed gives the same start" in text and "1 error" in text
+
+
 def test_one_error_does_not_hide_the_next(check, service):
     service.fault("status", call="step", times=None)
     _, text = check("trainer.logger=[console,swanlab]")

@@ -132,6 +132,14 @@ def read_allow_parallel(reply: dict[str, Any]) -> bool:
     return _read_flag(reply, "allow_parallel_tool_call")
 
 
+def read_num_free(reply: dict[str, Any]) -> int | None:
+    """Free places in a `stats` answer; None where it does not tell, since the call is no part of the protocol."""
+    counts = [reply.get(key, 0) for key in ("max_sessions", "live_sessions", "waiting")]
+    if "max_sessions" not in reply or not all(isinstance(n, int) and not isinstance(n, bool) for n in counts):
+        return None
+    return counts[0] - counts[1] - counts[2]
+
+
 def read_capabilities(declared: object) -> Capabilities:
     """Capabilities by a lenient rule: they are optional, so what is unknown or of the wrong type counts as absent."""
     if not isinstance(declared, dict):

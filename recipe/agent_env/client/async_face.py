@@ -25,13 +25,15 @@ from recipe.agent_env.client.answers import (
     StepResult,
     read_allow_parallel,
     read_env_id,
+    read_num_free,
     read_start,
     read_step,
     read_task_prompt,
     read_tools_schema,
 )
 from recipe.agent_env.client.config import EnvClientConfig
-from recipe.agent_env.client.errors import EnvError, EnvGoneError
+from recipe.agent_env.client.endpoints import EndpointChooser
+from recipe.agent_env.client.errors import EnvError, EnvGoneError, EnvTimeoutError, EnvUnreachableError
 from recipe.agent_env.client.messages import Message
 from recipe.agent_env.client.protocol import ABSENT_CALL_STATUSES, Answer, Call, EnvProtocol
 from recipe.agent_env.client.retry import retry_options
@@ -47,8 +49,8 @@ _T = TypeVar("_T")
 class AsyncEnvSession(SessionState):
     """One open environment. Calls on it must follow one another; `close` may come at any time."""
 
-    def __init__(self, client: AsyncEnvClient, env_name: str, env_id: str) -> None:
-        super().__init__(env_name, env_id)
+    def __init__(self, client: AsyncEnvClient, env_name: str, env_id: str, protocol: EnvProtocol) -> None:
+        super().__init__(env_name, env_id, protocol)
         self._client = client
         self._close_task: asyncio.Task[None] | None = None
         self._keepalive_task: asyncio.Task[None] | None = None
@@ -68,11 +70,13 @@ class AsyncEnvSession(SessionState):
             RuntimeError: The session is closed, or an earlier step of it failed and may have been applied.
         """
         self.raise_if_closed(self._close_task is not None)
-        call = self.next_step_call(self._client.protocol, action)
+        call = self.next_step_call(action)
         try:
             result = await self._client.perform(call, read_step)
         except EnvError as exc:
             self.end_step(exc)
+            if isinstance(exc, EnvUnreachableError):
+                self._client.endpoints.note_failure(call.endpoint, exc)
             raise
         self.end_step()
         self._last_call_at = time.monotonic()
@@ -90,7 +94,7 @@ class AsyncEnvSession(SessionState):
             RuntimeError: The session is closed.
         """
         self.raise_if_closed(self._close_task is not None)
-        call = self._client.protocol.reset(self.env_name, self.env_id, seed=seed, options=options)
+        call = self.protocol.reset(self.env_name, self.env_id, seed=seed, options=options)
         self.take_start(await self._client.perform(call, read_start))
         await self._fetch_task()
         return self.observation
@@ -110,7 +114,7 @@ class AsyncEnvSession(SessionState):
 
     async def _fetch_task(self) -> None:
         """Fetch prompt, tools and the parallel rule."""
-        protocol, perform = self._client.protocol, self._client.perform
+        protocol, perform = self.protocol, self._client.perform
         prompt_call = protocol.fetch("task-prompt", self.env_name, self.env_id)
         self.task_prompt = await perform(prompt_call, read_task_prompt)
         tools_call = protocol.fetch("tools-schema-openai", self.env_name, self.env_id)
@@ -135,7 +139,7 @@ class AsyncEnvSession(SessionState):
         """Call keepalive after each third of the idle limit without a call, until cancelled or the session is gone."""
         interval_s = idle_timeout_s / 3
         timeout_s = min(idle_timeout_s - interval_s, self._client.config.request_timeout_s)
-        call = self._client.protocol.keepalive(self.env_name, self.env_id, timeout_s=timeout_s)
+        call = self.protocol.keepalive(self.env_name, self.env_id, timeout_s=timeout_s)
         while True:
             idle_s = time.monotonic() - self._last_call_at
             if idle_s < interval_s:
@@ -143,7 +147,7 @@ class AsyncEnvSession(SessionState):
                 continue
             self._last_call_at = time.monotonic()
             try:
-                await self._client.carry_out(call, lambda answer: self._client.protocol.check_status(call, answer))
+                await self._client.carry_out(call, lambda answer: self.protocol.check_status(call, answer))
             except EnvGoneError:
                 self._client.stats.keepalive_failures += 1
                 return
@@ -155,7 +159,7 @@ class AsyncEnvSession(SessionState):
         if self._keepalive_task is not None:
             self._keepalive_task.cancel()
         try:
-            await self._client.close_env(self.env_name, self.env_id)
+            await self._client.close_env(self.protocol.close(self.env_name, self.env_id))
         finally:
             self._client.forget(self)
 
@@ -169,18 +173,23 @@ class AsyncEnvSession(SessionState):
 
 
 class AsyncEnvClient:
-    """Opens environments on one service, from one event loop; one HTTP session, however many episodes."""
+    """Opens environments on one service or several, from one event loop; one HTTP session, however many episodes."""
 
     def __init__(self, config: EnvClientConfig) -> None:
         self.config = config
         """As given."""
         self.stats = ClientStats()
         """Counts so far."""
-        self.protocol = EnvProtocol(config)
-        """Builds and reads this service's calls."""
+        self.protocols = {endpoint: EnvProtocol(config, endpoint) for endpoint in config.endpoints}
+        """Build and read the calls of each service."""
+        self.protocol = self.protocols[config.endpoints[0]]
+        """The one of the first service."""
+        self.endpoints = EndpointChooser(config.endpoints)
+        """Which service an episode goes to."""
         self._headers = config.resolve_headers()
-        self._proxy = config.resolve_proxy()
-        self._ssl = config.ssl_context() if config.endpoint.startswith("https") else None
+        self._proxies = {endpoint: config.resolve_proxy(endpoint) for endpoint in config.endpoints}
+        self._ssl = config.ssl_context() if any(url.startswith("https") for url in config.endpoints) else None
+        self._first_reports: asyncio.Task[None] | None = None
         self._http: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(config.max_concurrent_episodes)
         self._late_limit = max(1, config.max_concurrent_episodes // 8)
@@ -203,15 +212,18 @@ class AsyncEnvClient:
             RuntimeError: The client is closed.
         """
         self._check_open()
-        call = self.protocol.initialize(env_name=env_name, seed=seed, env_kwargs=env_kwargs)
+        calls = {
+            endpoint: protocol.initialize(env_name=env_name, seed=seed, env_kwargs=env_kwargs)
+            for endpoint, protocol in self.protocols.items()
+        }
         await self._slots.acquire()
         try:
             self._check_open()
-            answer, env_id = await self.carry_out(call, lambda a: (a, self.protocol.read(call, a, read_env_id)))
+            call, answer, env_id = await self._initialize(calls)
         except BaseException:
             self._slots.release()
             raise
-        session = AsyncEnvSession(self, env_name, env_id)
+        session = AsyncEnvSession(self, env_name, env_id, self.protocols[call.endpoint])
         self._live.add(session)
         self.stats.opened += 1
         try:
@@ -221,16 +233,28 @@ class AsyncEnvClient:
             session.take_start(start)
             await session._fetch_task()
             self._check_open()
-        except BaseException:
+        except BaseException as exc:
+            if isinstance(exc, EnvError):
+                self.endpoints.note_failure(call.endpoint, exc)
             session.close_soon()
             raise
+        self.endpoints.note_opened(call.endpoint)
         session._start_keepalive()
         return session
 
     async def check_health(self) -> None:
-        """Ask whether the service is up; raises EnvError when it is not."""
-        call = self.protocol.health()
-        await self.carry_out(call, lambda answer: self.protocol.check_status(call, answer))
+        """Ask whether the service is up; raises EnvError when it is not, of several when none is."""
+
+        async def check(protocol: EnvProtocol) -> None:
+            call = protocol.health()
+            await self.carry_out(call, lambda answer: protocol.check_status(call, answer))
+
+        results = await asyncio.gather(*map(check, self.protocols.values()), return_exceptions=True)
+        unforeseen = [result for result in results if not isinstance(result, EnvError | None)]
+        if unforeseen or None not in results:
+            failure = (unforeseen or results)[-1]
+            assert failure is not None
+            raise failure
 
     async def aclose(self, limit_s: float | None = None) -> None:
         """Close every open environment at once, wait for those that are just opening, then drop all connections.
@@ -278,13 +302,12 @@ class AsyncEnvClient:
         """
 
         async def attempt() -> _T:
-            return read(await (self._send_initialize(call) if call.name == "initialize" else self._send(call)))
+            return read(await self._send(call))
 
         return await AsyncRetrying(**retry_options(self.config, call, self._count_retry))(attempt)
 
-    async def close_env(self, env_name: str, env_id: str) -> None:
-        """Send `close` and count how it went; raises no EnvError."""
-        call = self.protocol.close(env_name, env_id)
+    async def close_env(self, call: Call) -> None:
+        """Send a `close` and count how it went; raises no EnvError."""
         try:
             await self.carry_out(call, lambda answer: self.protocol.check_status(call, answer))
         except EnvGoneError:
@@ -308,7 +331,55 @@ class AsyncEnvClient:
     def forget(self, session: AsyncEnvSession) -> None:
         """Give a closed session's slot back."""
         self._live.discard(session)
+        self.endpoints.release(session.protocol.endpoint)
         self._slots.release()
+
+    # ---- opening
+
+    async def _initialize(self, calls: dict[str, Call]) -> tuple[Call, Answer, str]:
+        """Send `initialize` to a service with room, again and maybe elsewhere where the retry rules allow.
+
+        Args:
+            calls: The call, by endpoint.
+
+        Returns:
+            The call that worked, its answer, and the environment's id.
+        """
+
+        async def attempt() -> tuple[Call, Answer, str]:
+            await self._ask_for_free_places()
+            with self.endpoints.opening() as endpoint:
+                answer = await self._send_initialize(calls[endpoint])
+                return calls[endpoint], answer, self.protocol.read(calls[endpoint], answer, read_env_id)
+
+        first_call = calls[self.config.endpoints[0]]
+        options = retry_options(self.config, first_call, self._count_retry, self.endpoints.has_other)
+        return await AsyncRetrying(**options)(attempt)
+
+    async def _ask_for_free_places(self) -> None:
+        """Keep the services' reports fresh; only the very first ones are waited for."""
+        due = self.endpoints.due_reports()
+        if due:
+            asking = self.spawn(self._ask_all(due))
+            if self._first_reports is None:
+                self._first_reports = asking
+        if self._first_reports is not None and not self._first_reports.done():
+            await asyncio.wait({self._first_reports})
+
+    async def _ask_all(self, endpoints: list[str]) -> None:
+        await asyncio.gather(*map(self._ask, endpoints))
+
+    async def _ask(self, endpoint: str) -> None:
+        """Ask one service for its free places; one that does not answer is left out, as if it had failed to open."""
+        protocol = self.protocols[endpoint]
+        call = protocol.stats()
+        try:
+            num_free = protocol.read(call, await self._send(call), read_num_free)
+        except EnvError as exc:
+            num_free = None
+            if isinstance(exc, (EnvUnreachableError, EnvTimeoutError)):
+                self.endpoints.note_failure(endpoint, exc)
+        self.endpoints.note_report(endpoint, num_free)
 
     # ---- one exchange
 
@@ -345,7 +416,7 @@ class AsyncEnvClient:
         finally:
             self._late_count -= 1
         self.stats.opened += 1
-        await self.close_env(call.env_name or "", env_id)
+        await self.close_env(self.protocols[call.endpoint].close(call.env_name or "", env_id))
 
     async def _send(self, call: Call, *, patience_s: float = 0.0) -> Answer:
         """Send one request and read its whole answer, within the call's limit plus `patience_s`.
@@ -367,7 +438,7 @@ class AsyncEnvClient:
                 headers=headers,
                 timeout=timeout,
                 allow_redirects=False,
-                proxy=self._proxy,
+                proxy=self._proxies[call.endpoint],
             ) as response:
                 return Answer(
                     status=response.status,

@@ -1,5 +1,5 @@
 # Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""How to reach one environment service: address, limits, credentials, TLS and proxy.
+"""How to reach an environment service, or several alike: addresses, limits, credentials, TLS and proxy.
 
 Owns the settings of the client, their checks, and the look-up of secrets. Opens no connection and reads no process
 environment unless a setting names the variable or sets `trust_env`.
@@ -11,7 +11,7 @@ import math
 import os
 import ssl
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -24,8 +24,8 @@ _NON_NEGATIVE_FIELDS = ("keepalive_s", "late_answer_s", "retry_time_s", "busy_wa
 class EnvClientConfig:
     """Settings of one client; checked at construction (`ValueError` names the field)."""
 
-    endpoint: str
-    """Root URL of the service, http or https; a trailing slash does not matter."""
+    endpoint: str | Sequence[str]
+    """Root URL of the service, http or https; a trailing slash does not matter. Several: see `endpoints`."""
     request_timeout_s: float = 60.0
     """Longest wait for one complete answer, connecting and queueing for a connection included."""
     connect_timeout_s: float = 10.0
@@ -74,7 +74,7 @@ class EnvClientConfig:
     """Whether the proxy variables of the process (HTTP_PROXY, NO_PROXY, ...) decide when `proxy` is None."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "endpoint", _checked_endpoint(self.endpoint))
+        object.__setattr__(self, "endpoint", _checked_endpoints(self.endpoint))
         for name in _POSITIVE_FIELDS:
             _check_seconds(name, getattr(self, name), allow_zero=False)
         for name in _NON_NEGATIVE_FIELDS:
@@ -95,6 +95,11 @@ class EnvClientConfig:
                 raise ValueError(f"headers: {name!r} must map one line of text to one line of text")
         if self.proxy is not None and urlsplit(self.proxy).scheme not in ("http", "https"):
             raise ValueError("proxy must be an http:// or https:// URL")
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Root URLs of all services."""
+        return (self.endpoint,) if isinstance(self.endpoint, str) else tuple(self.endpoint)
 
     def resolve_token(self) -> str | None:
         """Fetch the bearer token from wherever the settings say.
@@ -130,11 +135,11 @@ class EnvClientConfig:
             resolved["Authorization"] = f"Bearer {token}"
         return resolved
 
-    def resolve_proxy(self) -> str | None:
-        """The proxy to use for `endpoint`: the configured one, else the process's own when `trust_env` allows it."""
+    def resolve_proxy(self, endpoint: str) -> str | None:
+        """The proxy on the way to `endpoint`: the configured one, else the process's own when `trust_env` allows it."""
         if self.proxy is not None or not self.trust_env:
             return self.proxy
-        parts = urlsplit(self.endpoint)
+        parts = urlsplit(endpoint)
         if parts.hostname is None or urllib.request.proxy_bypass(parts.netloc):
             return None
         proxies = urllib.request.getproxies()
@@ -142,9 +147,9 @@ class EnvClientConfig:
 
     def secrets(self) -> tuple[str, ...]:
         """Texts that no log line or error message may show."""
-        proxy = self.resolve_proxy()
-        password = urlsplit(proxy).password if proxy is not None else None
-        candidates = [self.resolve_token(), password, *self.headers.values()]
+        proxies = [self.resolve_proxy(endpoint) for endpoint in self.endpoints]
+        passwords = [urlsplit(proxy).password for proxy in proxies if proxy is not None]
+        candidates = [self.resolve_token(), *passwords, *self.headers.values()]
         return tuple(text for text in candidates if text is not None and len(text) >= 4)
 
     def ssl_context(self) -> ssl.SSLContext:
@@ -168,7 +173,17 @@ class EnvClientConfig:
         return context
 
 
-def _checked_endpoint(endpoint: str) -> str:
+def _checked_endpoints(endpoint: str | Sequence[str]) -> str | tuple[str, ...]:
+    """Return the root URL, or all of several, without trailing slashes, or raise ValueError."""
+    if isinstance(endpoint, (list, tuple)):
+        endpoints = tuple(_checked_endpoint(one) for one in endpoint)
+        if not endpoints or len(set(endpoints)) < len(endpoints):
+            raise ValueError(f"endpoint must name one service or several different ones, not {list(endpoints)}")
+        return endpoints
+    return _checked_endpoint(endpoint)
+
+
+def _checked_endpoint(endpoint: object) -> str:
     """Return the root URL without its trailing slash, or raise ValueError."""
     if not isinstance(endpoint, str):
         raise ValueError(f"endpoint must be a URL, not {type(endpoint).__name__}")

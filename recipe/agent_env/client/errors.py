@@ -12,8 +12,8 @@ class EnvError(Exception):
     """The environment failed, not the model: this trajectory carries no learning signal.
 
     The text says what was expected, what came, where (call, URL, environment), and what to do next. The same facts are
-    attributes, so that callers can count and group failures without reading text. `episode` and `turn` are filled in
-    by whoever knows them, see `locate`.
+    attributes, so that callers can count and group failures without reading text. The episode loop adds episode and
+    turn to the text, which only it knows.
     """
 
     def __init__(
@@ -46,27 +46,11 @@ class EnvError(Exception):
         """True when the same request may succeed a moment later."""
         self.retry_after_s = retry_after_s
         """The wait the service asked for, in seconds; None when it named none."""
-        self.episode: str | None = None
-        """Which episode was being played; None until `locate` is called."""
-        self.turn: int | None = None
-        """Which turn of it; None until `locate` is called."""
-
-    def locate(self, *, episode: str, turn: int | None = None) -> None:
-        """Note where in the rollout this happened; the text then says so too."""
-        self.episode = episode
-        self.turn = turn
 
     @property
     def is_busy(self) -> bool:
         """The service is up but has no room now: it said 429, or 503 together with a time to come again."""
         return self.status == 429 or (self.status == 503 and self.retry_after_s is not None)
-
-    def __str__(self) -> str:
-        text = super().__str__()
-        if self.episode is None:
-            return text
-        turn = "" if self.turn is None else f", turn {self.turn}"
-        return f"{text} [episode {self.episode}{turn}]"
 
 
 class EnvUnreachableError(EnvError):

@@ -44,6 +44,7 @@ ABSENT_CALL_STATUSES = frozenset({404, 405, 500, 501})
 """What services without `allow-parallel-tool-call` were seen to answer."""
 
 _EXCERPT_CHARS = 200
+_STATS_TIMEOUT_S = 2.0
 _TRANSIENT_STATUSES = frozenset({429, 502, 503, 504})
 _T = TypeVar("_T")
 _E = TypeVar("_E", bound=EnvError)
@@ -59,6 +60,8 @@ class Call:
     """`GET` or `POST`."""
     url: str
     """Complete, percent-encoded."""
+    endpoint: str
+    """Root URL of the service that it goes to."""
     body: bytes | None = None
     """UTF-8 JSON; None for no body."""
     headers: dict[str, str] = field(default_factory=dict)
@@ -92,17 +95,21 @@ class Answer:
 class EnvProtocol:
     """Builds calls for one service and turns its answers, or their absence, into results and errors."""
 
-    def __init__(self, config: EnvClientConfig) -> None:
+    def __init__(self, config: EnvClientConfig, endpoint: str) -> None:
         self._config = config
+        self.endpoint = endpoint
+        """Root URL of the service."""
         self._secrets = config.secrets()
 
     # ---- calls
 
     def health(self) -> Call:
         """Ask whether the service is up."""
-        return Call(
-            name="health", method="GET", url=f"{self._config.endpoint}/", timeout_s=self._config.request_timeout_s
-        )
+        return self._service_call("health", "", timeout_s=self._config.request_timeout_s)
+
+    def stats(self) -> Call:
+        """Ask how many places are free; only some services know this call. Nobody waits long for the answer."""
+        return self._service_call("stats", "stats", timeout_s=min(_STATS_TIMEOUT_S, self._config.request_timeout_s))
 
     def initialize(self, *, env_name: str, seed: object, env_kwargs: object) -> Call:
         """Make a new environment.
@@ -120,7 +127,8 @@ class EnvProtocol:
         return Call(
             name="initialize",
             method="POST",
-            url=f"{self._config.endpoint}/api/environment/initialize",
+            url=f"{self.endpoint}/api/environment/initialize",
+            endpoint=self.endpoint,
             body=_encode(body),
             env_name=str(env_name),
             timeout_s=self._config.request_timeout_s,
@@ -163,6 +171,11 @@ class EnvProtocol:
         """One of the GETs: `task-prompt`, `tools-schema-openai`, `allow-parallel-tool-call`."""
         return self._session_call(name, env_name, env_id, method="GET")
 
+    def _service_call(self, name: str, path: str, *, timeout_s: float) -> Call:
+        """A GET that concerns no session."""
+        url = f"{self.endpoint}/{path}"
+        return Call(name=name, method="GET", url=url, endpoint=self.endpoint, timeout_s=timeout_s)
+
     def _session_call(
         self,
         name: str,
@@ -180,7 +193,8 @@ class EnvProtocol:
         return Call(
             name=name,
             method=method,
-            url=f"{self._config.endpoint}/api/environment/{quote(env_id, safe='')}/{name}",
+            url=f"{self.endpoint}/api/environment/{quote(env_id, safe='')}/{name}",
+            endpoint=self.endpoint,
             body=body,
             headers=headers or {},
             env_name=env_name,

@@ -22,11 +22,14 @@ from recipe.agent_env.client.errors import EnvError
 from recipe.agent_env.client.protocol import Call
 
 
-def retry_options(config: EnvClientConfig, call: Call, on_retry: Callable[[], None]) -> dict[str, Any]:
+def retry_options(
+    config: EnvClientConfig, call: Call, on_retry: Callable[[], None], has_other: Callable[[], bool] = lambda: False
+) -> dict[str, Any]:
     """Options for `tenacity.Retrying` or `tenacity.AsyncRetrying` that carry out one call.
 
     Args:
         on_retry: Called once before each repeat.
+        has_other: Whether the repeat goes to another service, for which there is nothing to wait.
     """
     backoff = wait_exponential(multiplier=config.retry_wait_s, max=config.retry_max_wait_s)
     jitter = wait_random(0, config.retry_wait_s)
@@ -36,6 +39,8 @@ def retry_options(config: EnvClientConfig, call: Call, on_retry: Callable[[], No
         return isinstance(exc, EnvError) and exc.is_transient and (call.is_repeatable or not exc.may_have_been_applied)
 
     def wait(state: RetryCallState) -> float:
+        if has_other():
+            return jitter(state)
         asked_s = _failure(state).retry_after_s
         if not asked_s:
             return backoff(state) + jitter(state)

@@ -40,7 +40,9 @@ class ClientStats:
 class SessionState:
     """What both faces know about one environment."""
 
-    def __init__(self, env_name: str, env_id: str) -> None:
+    def __init__(self, env_name: str, env_id: str, protocol: EnvProtocol) -> None:
+        self.protocol = protocol
+        """Builds the calls to the service that it is open at."""
         self.env_name = env_name
         """The name it was opened with."""
         self.env_id = env_id
@@ -80,7 +82,7 @@ class SessionState:
         """Feedback for the model when a call in `message` would be refused, else None; see `ToolChecker.check`."""
         return self._tool_checker.check(message)
 
-    def next_step_call(self, protocol: EnvProtocol, action: Message) -> Call:
+    def next_step_call(self, action: Message) -> Call:
         """The next step; carries its index where the service uses it to apply a repeated step once.
 
         Elsewhere the session is in doubt from here on, until `end_step` tells how the step went: a step that may have
@@ -92,7 +94,7 @@ class SessionState:
                 "applied; reset the session or open a new one"
             )
         step_index = self._step_index if self.capabilities.step_dedup else None
-        call = protocol.step(self.env_name, self.env_id, action, step_index=step_index)
+        call = self.protocol.step(self.env_name, self.env_id, action, step_index=step_index)
         self._is_in_doubt = step_index is None
         return call
 

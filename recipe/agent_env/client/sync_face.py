@@ -7,6 +7,7 @@ shared with the async face and live elsewhere.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from recipe.agent_env.client.answers import (
     read_tools_schema,
 )
 from recipe.agent_env.client.config import EnvClientConfig
+from recipe.agent_env.client.endpoints import EndpointChooser
 from recipe.agent_env.client.errors import EnvError, EnvGoneError
 from recipe.agent_env.client.messages import Message
 from recipe.agent_env.client.protocol import ABSENT_CALL_STATUSES, Answer, Call, EnvProtocol
@@ -41,15 +43,15 @@ _T = TypeVar("_T")
 class EnvSession(SessionState):
     """One open environment, sync face; see `AsyncEnvSession` for what each call promises."""
 
-    def __init__(self, client: EnvClient, env_name: str, env_id: str) -> None:
-        super().__init__(env_name, env_id)
+    def __init__(self, client: EnvClient, env_name: str, env_id: str, protocol: EnvProtocol) -> None:
+        super().__init__(env_name, env_id, protocol)
         self._client = client
         self._is_closed = False
 
     def step(self, action: Message) -> StepResult:
         """Play one assistant message; see `AsyncEnvSession.step`."""
         self.raise_if_closed(self._is_closed)
-        call = self.next_step_call(self._client.protocol, action)
+        call = self.next_step_call(action)
         try:
             result = self._client.perform(call, read_step)
         except EnvError as exc:
@@ -61,7 +63,7 @@ class EnvSession(SessionState):
     def reset(self, *, seed: int | None = None, options: object = None) -> list[Message]:
         """Start over; see `AsyncEnvSession.reset`."""
         self.raise_if_closed(self._is_closed)
-        call = self._client.protocol.reset(self.env_name, self.env_id, seed=seed, options=options)
+        call = self.protocol.reset(self.env_name, self.env_id, seed=seed, options=options)
         self.take_start(self._client.perform(call, read_start))
         self._fetch_task()
         return self.observation
@@ -69,9 +71,9 @@ class EnvSession(SessionState):
     def keepalive(self) -> None:
         """Restart the idle clock of a service that declares `keepalive`; this face has no background task for it."""
         self.raise_if_closed(self._is_closed)
-        protocol = self._client.protocol
-        call = protocol.keepalive(self.env_name, self.env_id, timeout_s=self._client.config.request_timeout_s)
-        self._client.carry_out(call, lambda answer: protocol.check_status(call, answer))
+        timeout_s = self._client.config.request_timeout_s
+        call = self.protocol.keepalive(self.env_name, self.env_id, timeout_s=timeout_s)
+        self._client.carry_out(call, lambda answer: self.protocol.check_status(call, answer))
 
     def close(self) -> None:
         """End the environment, once. Raises no EnvError: failures are counted."""
@@ -81,7 +83,7 @@ class EnvSession(SessionState):
 
     def _fetch_task(self) -> None:
         """Fetch prompt, tools and the parallel rule."""
-        protocol, perform = self._client.protocol, self._client.perform
+        protocol, perform = self.protocol, self._client.perform
         prompt_call = protocol.fetch("task-prompt", self.env_name, self.env_id)
         self.task_prompt = perform(prompt_call, read_task_prompt)
         tools_call = protocol.fetch("tools-schema-openai", self.env_name, self.env_id)
@@ -115,16 +117,31 @@ class EnvClient:
         """As given."""
         self.stats = ClientStats()
         """Counts so far."""
-        self.protocol = EnvProtocol(config)
-        """Builds and reads this service's calls."""
+        self.protocols = {endpoint: EnvProtocol(config, endpoint) for endpoint in config.endpoints}
+        """Build and read the calls of each service."""
+        self.protocol = self.protocols[config.endpoints[0]]
+        """The one of the first service."""
+        self.endpoints = EndpointChooser(config.endpoints)
+        """Which service an episode goes to; this face asks none for its free places."""
         self._transport = SyncTransport(config, self.protocol)
         self._live: set[EnvSession] = set()
 
     def open(self, *, env_name: str, seed: object = None, env_kwargs: object = None) -> EnvSession:
         """Make an environment and fetch its prompt and tools; see `AsyncEnvClient.open`."""
-        call = self.protocol.initialize(env_name=env_name, seed=seed, env_kwargs=env_kwargs)
-        answer, env_id = self.carry_out(call, lambda a: (a, self.protocol.read(call, a, read_env_id)))
-        session = EnvSession(self, env_name, env_id)
+        calls = {
+            endpoint: protocol.initialize(env_name=env_name, seed=seed, env_kwargs=env_kwargs)
+            for endpoint, protocol in self.protocols.items()
+        }
+
+        def attempt() -> tuple[Call, Answer, str]:
+            with self.endpoints.opening() as endpoint:
+                answer = self._transport.send(calls[endpoint])
+                return calls[endpoint], answer, self.protocol.read(calls[endpoint], answer, read_env_id)
+
+        first_call = calls[self.config.endpoints[0]]
+        options = retry_options(self.config, first_call, self._count_retry, self.endpoints.has_other)
+        call, answer, env_id = Retrying(**options)(attempt)
+        session = EnvSession(self, env_name, env_id, self.protocols[call.endpoint])
         self._live.add(session)
         self.stats.opened += 1
         try:
@@ -132,15 +149,25 @@ class EnvClient:
             session.capabilities = start.capabilities
             session.take_start(start)
             session._fetch_task()
-        except BaseException:
+        except BaseException as exc:
+            if isinstance(exc, EnvError):
+                self.endpoints.note_failure(call.endpoint, exc)
             session.close()
             raise
+        self.endpoints.note_opened(call.endpoint)
         return session
 
     def check_health(self) -> None:
-        """Ask whether the service is up; raises EnvError when it is not."""
-        call = self.protocol.health()
-        self.carry_out(call, lambda answer: self.protocol.check_status(call, answer))
+        """Ask whether the service is up; raises EnvError when it is not, of several when none is."""
+        failures = []
+        for protocol in self.protocols.values():
+            call = protocol.health()
+            try:
+                self.carry_out(call, functools.partial(protocol.check_status, call))
+            except EnvError as exc:
+                failures.append(exc)
+        if len(failures) == len(self.protocols):
+            raise failures[-1]
 
     def close(self) -> None:
         """Close every open environment, then drop all connections."""
@@ -163,7 +190,8 @@ class EnvClient:
     def close_session(self, session: EnvSession) -> None:
         """Send `close` and count how it went; raises no EnvError."""
         self._live.discard(session)
-        call = self.protocol.close(session.env_name, session.env_id)
+        self.endpoints.release(session.protocol.endpoint)
+        call = session.protocol.close(session.env_name, session.env_id)
         try:
             self.carry_out(call, lambda answer: self.protocol.check_status(call, answer))
         except EnvGoneError:

@@ -30,7 +30,7 @@ _CHUNK_BYTES = 64 * 1024
 
 
 class SyncTransport:
-    """Sends calls to one service; safe to share between threads."""
+    """Sends calls; safe to share between threads."""
 
     def __init__(self, config: EnvClientConfig, protocol: EnvProtocol) -> None:
         self._config = config
@@ -44,9 +44,10 @@ class SyncTransport:
         if config.client_cert_file is not None:
             key_file = config.client_key_file or config.client_cert_file
             self._session.cert = (config.client_cert_file, key_file)
-        proxy = config.resolve_proxy()
-        if proxy is not None:
-            self._session.proxies = {"http": proxy, "https": proxy}
+        self._proxies = {
+            endpoint: {"http": proxy, "https": proxy} if (proxy := config.resolve_proxy(endpoint)) is not None else None
+            for endpoint in config.endpoints
+        }
         adapter = _LimitedAdapter(config.keepalive_s)
         self._session.mount("http://", adapter)
         self._session.mount("https://", adapter)
@@ -70,6 +71,7 @@ class SyncTransport:
                     headers=headers,
                     timeout=(connect_limit_s, call.timeout_s),
                     allow_redirects=False,
+                    proxies=self._proxies[call.endpoint],
                     stream=True,
                 ) as response:
                     answer = Answer(

@@ -8,6 +8,7 @@ episode itself is in `episode.py`, its tensors in `batch.py`.
 import asyncio
 import logging
 import os
+import time
 from typing import Any
 from uuid import uuid4
 
@@ -25,7 +26,14 @@ from recipe.agent_env.agent_dataset import EpisodeSpec, EpisodeTokenizer, Prompt
 from recipe.agent_env.env_client import AsyncEnvClient
 from recipe.agent_env.episode_settings import env_client_config, episode_rules
 from recipe.agent_env.rollout.batch import assemble, mark_missing_baselines
-from recipe.agent_env.rollout.episode import EndReason, EngineError, Episode, SampledReply, play_episode
+from recipe.agent_env.rollout.episode import (
+    EndReason,
+    EngineError,
+    EngineLostError,
+    Episode,
+    SampledReply,
+    play_episode,
+)
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
@@ -71,6 +79,7 @@ class EngineSampler:
 
         Raises:
             EngineError: The engine failed or aborted the request.
+            EngineLostError: The engine's process is gone.
         """
         try:
             output = await self._llm_client.generate(
@@ -79,8 +88,8 @@ class EngineSampler:
                 sampling_params={**self._sampling_params, "max_tokens": max_tokens},
                 priority=self._priority,
             )
-        except ray.exceptions.RayActorError:
-            raise  # the engine is gone: this ends the run with its own error instead of masking every row
+        except ray.exceptions.RayActorError as exc:
+            raise EngineLostError(f"an inference engine is gone, on turn {turn + 1}: {exc}") from exc
         except Exception as exc:
             raise EngineError(f"the inference engine failed on turn {turn + 1}: {type(exc).__name__}: {exc}") from exc
         if output.stop_reason == "aborted":
@@ -106,6 +115,7 @@ class EnvAgentLoopWorker(AgentLoopWorker):
         num_workers = config.actor_rollout_ref.rollout.agent.num_workers
         self._client_config = env_client_config(config, num_sharers=num_workers)
         self._client: AsyncEnvClient | None = None
+        self._deadline: float | None = None
 
     async def generate_sequences(self, batch: DataProto) -> list[Episode]:
         """Play one episode per row.
@@ -118,6 +128,8 @@ class EnvAgentLoopWorker(AgentLoopWorker):
         """
         if self._client is None:  # made here: it belongs to the running event loop
             self._client = AsyncEnvClient(self._client_config)
+        limit_s = self.config.env.batch_timeout_s
+        self._deadline = None if limit_s is None else time.monotonic() + limit_s
         return await super().generate_sequences(batch)
 
     async def _run_agent_loop(
@@ -150,6 +162,7 @@ class EnvAgentLoopWorker(AgentLoopWorker):
                 tokenizer=self._episode_tokenizer,
                 sample=sampler,
                 rules=self._rules,
+                deadline=self._deadline,
             )
 
     def _postprocess(

@@ -51,6 +51,10 @@ class EngineError(RuntimeError):
     """The inference engine gave no usable reply: the row carries no learning signal."""
 
 
+class EngineLostError(RuntimeError):
+    """The inference engine is gone for good. This ends the run: masking row after row would only hide it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledReply:
     """What the engine returned for one turn."""
@@ -196,7 +200,13 @@ class _Attempt:
 
 
 async def play_episode(
-    spec: EpisodeSpec, *, client: AsyncEnvClient, tokenizer: EpisodeTokenizer, sample: Sampler, rules: EpisodeRules
+    spec: EpisodeSpec,
+    *,
+    client: AsyncEnvClient,
+    tokenizer: EpisodeTokenizer,
+    sample: Sampler,
+    rules: EpisodeRules,
+    deadline: float | None = None,
 ) -> Episode:
     """Play one episode to its end, again from its start after a fault of the service or engine.
 
@@ -206,28 +216,48 @@ async def play_episode(
         tokenizer: Chat to tokens and replies to tool calls.
         sample: The policy.
         rules: Limits and penalties.
+        deadline: End of the batch's time on the clock of `time.monotonic`, None for no end; an episode that is not over
+            by then has failed.
 
     Returns:
         The episode. A fault that outlasts `rules.max_episode_restarts` is an episode with end reason `failed`, not an
         exception, so that it cannot touch another row.
+
+    Raises:
+        EngineLostError: No episode can be played any more.
     """
     failure = ""
     for num_restarts in range(rules.max_episode_restarts + 1):
         attempt = _Attempt()
         try:
-            reason = await _play_attempt(spec, attempt, client=client, tokenizer=tokenizer, sample=sample, rules=rules)
+            reason = await asyncio.wait_for(
+                _play_attempt(spec, attempt, client=client, tokenizer=tokenizer, sample=sample, rules=rules),
+                timeout=None if deadline is None else deadline - time.monotonic(),
+            )
             return _finish(attempt, reason, rules=rules, num_restarts=num_restarts)
+        except EngineLostError:
+            raise
         except (EnvError, EngineError, PromptStyleError) as exc:
             failure = f"{type(exc).__name__}: {exc}"
         except asyncio.TimeoutError:
-            failure = f"the episode took longer than env.episode_timeout_s={rules.episode_timeout_s:g} s"
+            if _is_past(deadline):
+                failure = "the batch took longer than env.batch_timeout_s"
+            else:
+                failure = f"the episode took longer than env.episode_timeout_s={rules.episode_timeout_s:g} s"
         except Exception as exc:  # an unforeseen fault masks this row and is counted; it must not end the others' run
             failure = f"{type(exc).__name__}: {exc}"
             logger.exception("episode %s failed on an unforeseen error", spec)
         failure = f"{failure} [episode {spec.env_name!r} seed {spec.seed}, turn {attempt.turn}]"
         logger.warning("attempt %d of %d failed: %s", num_restarts + 1, rules.max_episode_restarts + 1, failure)
+        if _is_past(deadline):
+            break
     failed = _Attempt(service=attempt.service)
-    return _finish(failed, EndReason.FAILED, rules=rules, num_restarts=rules.max_episode_restarts, failure=failure)
+    return _finish(failed, EndReason.FAILED, rules=rules, num_restarts=num_restarts, failure=failure)
+
+
+def _is_past(deadline: float | None) -> bool:
+    """Whether the batch's time is over."""
+    return deadline is not None and time.monotonic() >= deadline
 
 
 async def _play_attempt(

@@ -4,6 +4,7 @@
 Owns what is asked of rows and environments before tokens come in. Plays no episode.
 """
 
+import dataclasses
 import json
 import os
 import time
@@ -17,7 +18,7 @@ from jsonschema.validators import validator_for
 from omegaconf import DictConfig
 
 from recipe.agent_env.agent_dataset import AgentDataset, DataRowError, EpisodeSpec
-from recipe.agent_env.env_client import EnvClient, EnvError, EnvSession, Message
+from recipe.agent_env.env_client import EnvClient, EnvClientConfig, EnvError, EnvSession, Message
 from recipe.agent_env.tools.check_report import Report
 
 _KNOWN_ROLES = frozenset({"system", "user", "assistant", "tool"})
@@ -68,11 +69,17 @@ def _identity(spec: EpisodeSpec) -> str:
 
 
 def check_health(client: EnvClient, report: Report) -> bool:
-    """Whether the service answers at all."""
-    endpoint = client.config.endpoint
+    """Whether the service answers at all; of several, whether one does. Each that does not is an error."""
+    answers = [_is_up(endpoint, client.config, report) for endpoint in client.config.endpoints]
+    return any(answers)
+
+
+def _is_up(endpoint: str, config: EnvClientConfig, report: Report) -> bool:
+    """Whether one service answers."""
     started = time.perf_counter()
     try:
-        client.check_health()
+        with EnvClient(dataclasses.replace(config, endpoint=endpoint)) as client:
+            client.check_health()
     except (EnvError, ValueError) as exc:
         report.error(
             f"the service does not answer: {exc}",

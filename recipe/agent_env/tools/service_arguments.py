@@ -8,12 +8,17 @@ import argparse
 
 from recipe.agent_env.env_client import EnvClientConfig
 
+_DEFAULT_URL = "http://localhost:8000"
+
 
 def add_service_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that say which service, and how to be let in."""
     group = parser.add_argument_group("environment service")
     group.add_argument(
-        "--env-url", default="http://localhost:8000", metavar="URL", help="root URL of the service (%(default)s)"
+        "--env-url",
+        action="append",
+        metavar="URL",
+        help=f"root URL of the service ({_DEFAULT_URL}); give it again for each further service like it",
     )
     group.add_argument("--bearer-token-file", metavar="FILE", help="file that holds the service's bearer token")
     group.add_argument("--bearer-token-env", metavar="NAME", help="environment variable that holds it")
@@ -30,7 +35,7 @@ def client_config(args: argparse.Namespace, *, max_concurrent_episodes: int = 1)
         ValueError: One of them cannot work; names it.
     """
     return EnvClientConfig(
-        endpoint=args.env_url,
+        endpoint=args.env_url or _DEFAULT_URL,
         bearer_token_file=args.bearer_token_file,
         bearer_token_env=args.bearer_token_env,
         ca_file=args.ca_file,
