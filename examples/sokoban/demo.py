@@ -108,7 +108,8 @@ def prepare_data(folder: Path) -> str:
         record = json.loads(record_path.read_text())
         if record["config"] == wanted:
             return record["test_hash"]
-    rooms = curate_data.curate(_ROOMS, len(os.sched_getaffinity(0)), show_progress=False)
+    # In this process: a pool would leave its resource tracker among the children that have to be gone at the end.
+    rooms = curate_data.curate(_ROOMS, num_processes=1, show_progress=False)
     test_rows = curate_data.to_rows(rooms[: _ROOMS.num_test], _ROOMS)
     curate_data.write_parquet(curate_data.to_rows(rooms[_ROOMS.num_test :], _ROOMS), folder / "train.parquet")
     curate_data.write_parquet(test_rows, folder / "test.parquet")

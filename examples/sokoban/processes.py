@@ -7,6 +7,7 @@ found and ended too, whatever session it started. Refuses to know what the child
 
 import contextlib
 import ctypes
+import os
 import signal
 import subprocess
 import threading
@@ -115,6 +116,10 @@ def end_descendants(grace_s: float) -> list[str]:
                 killed.append(" ".join(process.cmdline())[:120] or process.name())
                 process.kill()
         psutil.wait_procs(left, timeout=5.0)
+    # Adopted ones that have ended still hold a place in the process table until their parent, now this process, asks.
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
     return killed
 
 

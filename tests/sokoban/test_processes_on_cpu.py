@@ -66,6 +66,20 @@ def test_orphans_in_their_own_session_are_found_and_ended(tmp_path: Path) -> Non
     assert not psutil.pid_exists(int(_wait_for(pid_path)))
 
 
+def test_orphans_that_have_ended_are_reaped(tmp_path: Path) -> None:
+    """Else each stays in the process table, where a check for leftovers finds it, as long as the demo runs."""
+    parent = "import subprocess; subprocess.Popen(['sleep', '0.2'], start_new_session=True)"
+    script = (
+        "import psutil, subprocess, sys\nfrom examples.sokoban import processes\nprocesses.adopt_orphans()\n"
+        f"subprocess.run([sys.executable, '-c', {parent!r}], check=True)\n"
+        "[orphan] = psutil.Process().children()\n"
+        "while orphan.status() != psutil.STATUS_ZOMBIE: pass\n"
+        "print(processes.end_descendants(grace_s=0.2), psutil.Process().children())\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], cwd=_ROOT, capture_output=True, text=True, timeout=60)
+    assert result.stdout.split() == ["[]", "[]"], result.stderr
+
+
 def test_memory_counts_children(tmp_path: Path) -> None:
     before = processes.measure_bytes()
     code = "block = bytearray(200_000_000); print('ready', flush=True); import time; time.sleep(600)"
