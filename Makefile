@@ -6,7 +6,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-learn test test-full test-unit test-e2e lint format docs lock check-gpu-lock build clean distclean
+.PHONY: help setup demo demo-learn test test-full chaos test-unit test-e2e lint format docs lock check-gpu-lock build clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,9 +24,13 @@ test: setup  ## all tests; the end-to-end ones last
 	$(PY) -m pytest -m "not e2e"
 	$(PY) -m pytest -m e2e
 
-test-full: setup  ## what make test leaves out: the trajectory page in headless Chromium (installs it where it is missing)
+test-full: setup  ## what make test leaves out: a short chaos run; the trajectory page in headless Chromium (installs it)
+	$(PY) -m tests.chaos --episodes 300
 	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; }
 	$(PY) -m pytest tests/tools/browser/page_in_chromium.py
+
+chaos: setup  ## 1,000 episodes against services that are being broken, each row checked; ends in outputs/chaos/report.json
+	$(PY) -m tests.chaos --episodes 1000
 
 test-unit: setup  ## the tests that start no Ray and no vLLM
 	$(PY) -m pytest -m "not e2e"
