@@ -267,10 +267,10 @@ async def test_call_that_always_fails_is_tried_a_bounded_number_of_times(server,
 @both_faces
 async def test_retries_are_bounded_in_time(server, face):
     server.fault("status", call="initialize", status=502, times=None)
-    async with connect(face, server.url, max_retries=10**6, retry_time_s=0.2) as client:
+    async with connect(face, server.url, max_retries=10**6, retry_time_s=2.0) as client:
         with pytest.raises(EnvCrashedError):
             await client.open(env_name="game")
-    assert 1 < len(server.calls("initialize")) < 30
+    assert 1 < len(server.calls("initialize")) < 300
 
 
 @both_faces

@@ -74,8 +74,23 @@ async def test_engine_fault_is_named(answer, match):
         await sampler([1], 8, 1)
 
 
-async def test_dead_engine_ends_the_run_with_its_own_error():
-    sampler, _ = make_sampler(ray.exceptions.RayActorError())
+class EngineDeadError(Exception):
+    """Named like vLLM's."""
+
+
+def as_ray_raises_it(cause: Exception) -> Exception:
+    """An exception of a remote call, as the caller meets it."""
+    return ray.exceptions.RayTaskError("generate", "Traceback ...", cause).as_instanceof_cause()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ray.exceptions.RayActorError(), as_ray_raises_it(EngineDeadError("EngineCore encountered an issue."))],
+    ids=["actor", "process"],
+)
+async def test_dead_engine_ends_the_run_with_its_own_error(error):
+    """The actor is gone, or it lives and vLLM's process behind it does not."""
+    sampler, _ = make_sampler(error)
     with pytest.raises(EngineLostError, match="an inference engine is gone, on turn 1"):
         await sampler([1], 8, 0)
 

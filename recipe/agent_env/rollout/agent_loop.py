@@ -79,7 +79,7 @@ class EngineSampler:
 
         Raises:
             EngineError: The engine failed or aborted the request.
-            EngineLostError: The engine's process is gone.
+            EngineLostError: The engine is gone: its actor, or the process behind it.
         """
         try:
             output = await self._llm_client.generate(
@@ -88,9 +88,10 @@ class EngineSampler:
                 sampling_params={**self._sampling_params, "max_tokens": max_tokens},
                 priority=self._priority,
             )
-        except ray.exceptions.RayActorError as exc:
-            raise EngineLostError(f"an inference engine is gone, on turn {turn + 1}: {exc}") from exc
         except Exception as exc:
+            if _is_engine_gone(exc):
+                text = f"an inference engine is gone, on turn {turn + 1}: {type(exc).__name__}: {exc}"
+                raise EngineLostError(text) from exc
             raise EngineError(f"the inference engine failed on turn {turn + 1}: {type(exc).__name__}: {exc}") from exc
         if output.stop_reason == "aborted":
             raise EngineError(f"the inference engine aborted the request of turn {turn + 1}")
@@ -99,6 +100,16 @@ class EngineSampler:
             log_probs=list(output.log_probs) if output.log_probs else None,
             num_cached_tokens=output.extra_fields.get("num_cached_tokens"),
         )
+
+
+def _is_engine_gone(exc: Exception) -> bool:
+    """Whether no further request can succeed; a request is bound to its engine, so trying again would not help.
+
+    vLLM's `EngineDeadError` comes through Ray as a class derived from it; it is told by its name, so that no engine is
+    imported here.
+    """
+    is_dead = any(parent.__name__ == "EngineDeadError" for parent in type(exc).__mro__)
+    return is_dead or isinstance(exc, ray.exceptions.RayActorError)
 
 
 class EnvAgentLoopWorker(AgentLoopWorker):
