@@ -6,7 +6,8 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-learn test test-full chaos test-unit test-e2e lint format docs lock check-gpu-lock build clean distclean
+.PHONY: help setup demo demo-learn test test-full chaos test-unit test-e2e lint format docs lock check-gpu-lock mutants build \
+	clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +56,10 @@ lock: setup  ## resolve requirements/*.in into requirements/*.txt (needs PyPI; U
 
 check-gpu-lock: setup  ## resolve the GPU requirements again without installing, and compare (needs PyPI)
 	$(PY) scripts/lock.py --check gpu
+
+mutants: setup  ## plant faults in the prompt styles and count how many the tests catch (hours; ONLY=sample: every fifth)
+	$(PY) -m pip install -q --no-deps -r requirements/mutants.txt
+	nice $(PY) scripts/mutants.py $(if $(ONLY),--$(ONLY))
 
 build: setup  ## wheel and source distribution into dist/
 	$(PY) -m hatchling build

@@ -55,7 +55,7 @@ def main() -> int:
     caught = counts["killed"] + counts["timeout"] + counts["segfault"]
     tried = caught + counts["survived"] + counts["no_tests"] + counts["suspicious"]
     share = caught / max(1, tried)
-    print(f"{caught} of {tried} planted faults caught: {share:.1%} ({counts})")
+    print(f"{caught} of {tried} planted faults caught: {share:.1%} ({counts['timeout']} of them by the time limit)")
     return 0 if share >= options.at_least else 1
 
 

@@ -105,11 +105,31 @@ def test_new_critic_name_works_alone():
         ("trainer.use_v1=True", "trainer.use_v1"),
         ("reward.reward_model.enable=True", "reward.reward_model.enable"),
         ("trainer.n_gpus_per_node=3", "not divisible by the size of one inference engine"),
+        ("+data.agent_prompt_style_kwargs.stop=END", "prompt_style_kwargs.stop: expected a list of texts.*'END'"),
+        ("+data.agent_prompt_style_kwargs.stop=['']", "prompt_style_kwargs.stop: expected a list of texts"),
     ],
 )
 def test_what_cannot_work_names_key_and_fix(override, match):
     with pytest.raises(ConfigError, match=match):
         finish_config(composed(override))
+
+
+STOP = "+data.agent_prompt_style_kwargs.stop=['</action>']"
+
+
+@pytest.mark.parametrize("engine", [["vllm"], ["sglang", "actor_rollout_ref.rollout.skip_tokenizer_init=False"]])
+def test_stop_strings_pass_where_the_engine_looks_for_them(engine):
+    """P15."""
+    name, *overrides = engine
+    config = finish_config(composed(STOP, f"actor_rollout_ref.rollout.name={name}", *overrides))
+    assert config.data.agent_prompt_style_kwargs.stop == ["</action>"]
+
+
+@pytest.mark.parametrize(("engine", "fix"), [("sglang", "skip_tokenizer_init=False"), ("trtllm", "=vllm or sglang")])
+def test_stop_strings_are_refused_where_the_engine_would_not_find_them(engine, fix):
+    """P15: SGLang without a tokenizer refuses each request that has them; verl's TensorRT-LLM server never decodes."""
+    with pytest.raises(ConfigError, match=f"agent_prompt_style_kwargs.stop=.*'</action>'.*{fix}"):
+        finish_config(composed(STOP, f"actor_rollout_ref.rollout.name={engine}"))
 
 
 def test_entrypoint_prints_what_will_run_from_any_folder(tmp_path):

@@ -8,6 +8,7 @@ cluster start. A check names the key, what was found and what to do.
 import importlib.util
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -99,6 +100,7 @@ def check_config(config: DictConfig) -> None:
     """
     _check_trackers(config)
     _check_required(config)
+    check_stop_strings(config, config.data.agent_prompt_style_kwargs.get("stop") or [])
     _check_lengths(config)
     _check_env(config)
     _check_trainer(config)
@@ -136,6 +138,38 @@ def _check_required(config: DictConfig) -> None:
         get_prompt_style(config.data.agent_prompt_style)
     except (KeyError, ValueError) as exc:
         raise ConfigError(f"data.agent_prompt_style: {exc}") from exc
+
+
+def check_stop_strings(config: DictConfig, stop: Sequence[str]) -> None:
+    """Whether the inference engine looks for stop strings at all.
+
+    Args:
+        config: The whole config.
+        stop: Strings that shall end a turn, of `data.agent_prompt_style_kwargs` or of a style of one's own.
+
+    Raises:
+        ConfigError: The engine would ignore them or refuse every request.
+
+    Source: `generate` and `launch_server` of the three servers in verl 0.9.1, verl/workers/rollout.
+    """
+    key = "data.agent_prompt_style_kwargs.stop"
+    _fail_unless(
+        not isinstance(stop, str) and all(isinstance(text, str) and text for text in stop),
+        f"{key}: expected a list of texts, none of them empty, got {stop!r}",
+    )
+    if not stop:
+        return
+    rollout = config.actor_rollout_ref.rollout
+    _fail_unless(
+        rollout.name in ("vllm", "sglang"),
+        f"{key}={list(stop)}: verl's {rollout.name} server does not look for stop strings; use "
+        "actor_rollout_ref.rollout.name=vllm or sglang, or leave stop out and let the end-of-turn token end a turn",
+    )
+    _fail_unless(
+        rollout.name != "sglang" or not rollout.skip_tokenizer_init,
+        f"{key}={list(stop)}: SGLang finds them only with a tokenizer; set "
+        "actor_rollout_ref.rollout.skip_tokenizer_init=False",
+    )
 
 
 def _check_lengths(config: DictConfig) -> None:

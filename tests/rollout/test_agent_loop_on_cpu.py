@@ -13,8 +13,13 @@ from omegaconf import OmegaConf
 from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.workers.rollout.replica import TokenOutput
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from recipe.agent_env.agent_dataset import PromptTooLongError
+from recipe.agent_env.prompt_styles import get_prompt_style
+from recipe.agent_env.prompt_styles.qwen2_5 import Qwen25Style
 from recipe.agent_env.rollout.agent_loop import (
     EngineSampler,
     EnvAgentLoopManager,
@@ -24,7 +29,9 @@ from recipe.agent_env.rollout.agent_loop import (
     _rows_to_play,
 )
 from recipe.agent_env.rollout.episode import EndReason, EngineError, EngineLostError
+from tests.prompt_styles.tokenizers import qwen2_5_tokenizer, small_tokenizer, template
 from tests.rollout.episodes import make_episode
+from tests.rollout.scripted_policy import decode, encode
 
 
 class FakeClient:
@@ -41,9 +48,10 @@ class FakeClient:
         return self._answer
 
 
-def make_sampler(answer) -> tuple[EngineSampler, FakeClient]:
+def make_sampler(answer, style=None) -> tuple[EngineSampler, FakeClient]:
     client = FakeClient(answer)
-    return EngineSampler(client, {"temperature": 0.5}, end_of_turn_ids=(9,), priority=3), client
+    style = style or SimpleNamespace(stop_token_ids=[9], stop=[])
+    return EngineSampler(client, {"temperature": 0.5}, style=style, priority=3), client
 
 
 async def test_engine_is_asked_with_ids_and_answers_with_ids():
@@ -58,6 +66,58 @@ async def test_engine_is_asked_with_ids_and_answers_with_ids():
     assert client.requests[0]["prompt_ids"] == [1, 2, 3]
     assert client.requests[0]["sampling_params"] == {"temperature": 0.5, "stop_token_ids": [9], "max_tokens": 16}
     assert client.requests[0]["request_id"] == client.requests[1]["request_id"], "turns stay on one replica"
+
+
+async def test_engine_ends_a_turn_where_the_style_says():
+    """gpt-oss: `<|end|>` closes a message of the turn, not the turn, so the engine must write on behind it."""
+    special = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>", "<|constrain|>"]
+    tokenizer = small_tokenizer(special, eos_token="<|return|>", chat_template=template("harmony"))
+    style = get_prompt_style("chat_template")(tokenizer, tool_parser="gpt-oss")
+    sampler, client = make_sampler(TokenOutput(token_ids=[5]), style)
+    await sampler([1], 8, 0)
+    stop_token_ids = client.requests[0]["sampling_params"]["stop_token_ids"]
+    assert stop_token_ids == tokenizer.convert_tokens_to_ids(["<|return|>", "<|call|>"])
+    assert tokenizer.convert_tokens_to_ids("<|end|>") in style.end_of_turn_ids
+
+
+class VllmClient:
+    """Decodes told ids one by one with vLLM's own parameters and detokenizer, as verl's vLLM server would ask it to."""
+
+    def __init__(self, tokenizer, would_sample: list[int]):
+        self._tokenizer = tokenizer
+        self._would_sample = would_sample
+
+    async def generate(self, *, request_id, prompt_ids, sampling_params, priority):
+        params = SamplingParams(**sampling_params)
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt_ids,
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        detokenizer = IncrementalDetokenizer.from_new_request(self._tokenizer, request)
+        for token_id in self._would_sample[: params.max_tokens]:
+            ends = token_id in params.stop_token_ids
+            if detokenizer.update([token_id], ends) is not None or ends:
+                break
+        return TokenOutput(token_ids=list(detokenizer.output_token_ids), stop_reason="completed")
+
+
+@pytest.mark.parametrize("stop", ["</action>", "<|vision_end|>"], ids=["text", "special-token"])
+async def test_vllm_ends_a_turn_at_a_stop_string(stop):
+    """P15: up to the token that completes the string, all of it kept; a special token is found by its name too."""
+    would_sample = encode(f"go <action>up{stop} and on and on<|im_end|>")
+    style = Qwen25Style(qwen2_5_tokenizer(), stop=[stop])
+    sampler = EngineSampler(VllmClient(style.tokenizer, would_sample), {}, style=style, priority=0)
+    reply = await sampler(encode("<|im_start|>assistant\n"), 64, 0)
+    assert reply.ids == would_sample[: len(reply.ids)]
+    assert stop in decode(reply.ids) and stop not in decode(reply.ids[:-1])
+    assert style.is_reply_complete(reply.ids) and not style.is_turn_closed(reply.ids)
 
 
 @pytest.mark.parametrize(

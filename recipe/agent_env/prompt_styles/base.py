@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from recipe.agent_env.prompt_styles.encoder import Piece, PieceEncoder, Side
-from recipe.agent_env.prompt_styles.errors import Message
+from recipe.agent_env.prompt_styles.errors import Message, PromptStyleError
 from recipe.agent_env.prompt_styles.messages import ChatMessage, normalise
 from recipe.agent_env.prompt_styles.replies import CallText, ParsedReply, build_reply
 from recipe.agent_env.prompt_styles.truncation import truncate
@@ -50,9 +50,11 @@ class PromptStyle(ABC):
         Raises:
             PromptStyleError: The tokenizer lacks what the format needs, or an option has no meaning in this style.
         """
+        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+            raise PromptStyleError(f"stop: expected a list of texts, none of them empty, got {stop!r}")
         self.tokenizer = tokenizer
         self.tool_parser = tool_parser
-        self.stop = [str(text) for text in stop]
+        self.stop = list(stop)
         self.strict_history = strict_history
         self.template_kwargs = template_kwargs
         self._encoder = PieceEncoder(tokenizer)
@@ -127,6 +129,15 @@ class PromptStyle(ABC):
     def is_turn_closed(self, sampled_ids: Sequence[int]) -> bool:
         """Whether the last sampled token ends the turn."""
         return len(sampled_ids) > 0 and sampled_ids[-1] in self.end_of_turn_ids
+
+    def is_reply_complete(self, sampled_ids: Sequence[int]) -> bool:
+        """Whether the reply ended at a token or string that ends a turn, and was not cut by its limit."""
+        if not sampled_ids:
+            return False
+        if sampled_ids[-1] in self.stop_token_ids or sampled_ids[-1] in self.parse_stop_ids:
+            return True
+        text = self.reply_text(sampled_ids) if self.stop else ""
+        return any(end in text for end in self.stop)
 
     def encode_text(self, text: str) -> list[int]:
         """Encode ordinary text: whatever it spells, no control token comes out."""

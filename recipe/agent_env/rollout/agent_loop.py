@@ -23,8 +23,10 @@ from verl.utils.skip import SkipManager
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from recipe.agent_env.agent_dataset import EpisodeSpec, EpisodeTokenizer, PromptTooLongError
+from recipe.agent_env.config_checks import check_stop_strings
 from recipe.agent_env.env_client import AsyncEnvClient
 from recipe.agent_env.episode_settings import env_client_config, episode_rules
+from recipe.agent_env.prompt_styles.base import PromptStyle
 from recipe.agent_env.rollout.batch import assemble, mark_missing_baselines
 from recipe.agent_env.rollout.episode import (
     EndReason,
@@ -57,7 +59,7 @@ class EngineSampler:
     Args:
         llm_client: verl's client; sends all requests with one `request_id` to one replica, for its prefix cache.
         sampling_params: Temperature and the like, as verl's worker composed them.
-        end_of_turn_ids: Token ids that end a reply.
+        style: Names the token ids and strings that end a reply.
         priority: Of vLLM's scheduler; lower is first.
     """
 
@@ -66,11 +68,14 @@ class EngineSampler:
         llm_client: LLMServerClient,
         sampling_params: dict[str, Any],
         *,
-        end_of_turn_ids: tuple[int, ...],
+        style: PromptStyle,
         priority: int,
     ):
         self._llm_client = llm_client
-        self._sampling_params = {**sampling_params, "stop_token_ids": list(end_of_turn_ids)}
+        self._sampling_params = {**sampling_params, "stop_token_ids": list(style.stop_token_ids)}
+        if style.stop:
+            # Looked for in the text as the style itself reads it, special tokens spelled out.
+            self._sampling_params |= {"stop": list(style.stop), "skip_special_tokens": False}
         self._request_id = uuid4().hex
         self._priority = priority
 
@@ -123,6 +128,7 @@ class EnvAgentLoopWorker(AgentLoopWorker):
         super().__init__(config, *args, **kwargs)
         self._rules = episode_rules(config)
         self._episode_tokenizer = EpisodeTokenizer.from_config(config, self.tokenizer)
+        check_stop_strings(config, self._episode_tokenizer.style.stop)
         num_workers = config.actor_rollout_ref.rollout.agent.num_workers
         self._client_config = env_client_config(config, num_sharers=num_workers)
         self._client: AsyncEnvClient | None = None
@@ -164,7 +170,7 @@ class EnvAgentLoopWorker(AgentLoopWorker):
             sampler = EngineSampler(
                 self.llm_client,
                 sampling_params,
-                end_of_turn_ids=self._episode_tokenizer.style.end_of_turn_ids,
+                style=self._episode_tokenizer.style,
                 priority=int(row["priority"]),
             )
             return await play_episode(

@@ -387,7 +387,7 @@ async def _answer_turn(
         end_reason: None while the episode goes on.
     """
     stats = attempt.stats
-    if len(reply_ids) >= rules.max_response_length and not tokenizer.style.is_turn_closed(reply_ids):
+    if len(reply_ids) >= rules.max_response_length and not tokenizer.style.is_reply_complete(reply_ids):
         stats.num_replies_cut += 1
         text = (
             f"The reply was cut at its limit of {rules.max_response_length} tokens and nothing of it was carried out."

@@ -249,7 +249,7 @@ class ChatConversation:
         num_tokens = max_tokens if reply.is_cut else min(reply.num_tokens, max_tokens)
         return SampledReply(ids=[_PLACEHOLDER_ID] * num_tokens)
 
-    def is_turn_closed(self, sampled_ids: list[int]) -> bool:
+    def is_reply_complete(self, sampled_ids: list[int]) -> bool:
         """Whether the model ended its reply by itself."""
         assert self._reply is not None
         return not self._reply.is_cut
