@@ -164,7 +164,13 @@ def reply_text(action: str) -> str:
 def make_episode_tokenizer(tokenizer: PreTrainedTokenizerFast) -> EpisodeTokenizer:
     """The product's own way from chat to tokens, without limits."""
     style = get_prompt_style("qwen2_5")(tokenizer)
-    return EpisodeTokenizer(style, max_prompt_length=sys.maxsize, truncation="error", max_observation_tokens=None)
+    return EpisodeTokenizer(
+        style,
+        max_prompt_length=sys.maxsize,
+        max_response_length=1,
+        truncation="error",
+        max_observation_tokens=None,
+    )
 
 
 def render(demonstration: Demonstration, tokenizer: EpisodeTokenizer) -> RenderedEpisode:

@@ -188,17 +188,25 @@ class EpisodeTokenizer:
     Args:
         style: How the model family writes a conversation.
         max_prompt_length: Longest first prompt, in tokens.
+        max_response_length: Longest reply of one turn, in tokens.
         truncation: `error`, or the side that is cut from the first observation's text: `left`, `right`, `middle`.
         max_observation_tokens: Longest text of a later observation, in tokens; None for no limit.
     """
 
     def __init__(
-        self, style: PromptStyle, *, max_prompt_length: int, truncation: str, max_observation_tokens: int | None
+        self,
+        style: PromptStyle,
+        *,
+        max_prompt_length: int,
+        max_response_length: int,
+        truncation: str,
+        max_observation_tokens: int | None,
     ):
         if truncation not in ("error", *TRUNCATION_SIDES):
             raise ValueError(f"data.truncation: expected error, left, right or middle, got {truncation!r}")
         self.style = style
         self._max_prompt_length = max_prompt_length
+        self._max_row_length = max_prompt_length + max_response_length
         self._truncation: Any = truncation
         self._max_observation_tokens = max_observation_tokens
 
@@ -210,6 +218,7 @@ class EpisodeTokenizer:
         return cls(
             style_cls(tokenizer, **options),
             max_prompt_length=config.data.max_prompt_length,
+            max_response_length=config.data.max_response_length,
             truncation=config.data.truncation,
             max_observation_tokens=config.env.max_observation_tokens,
         )
@@ -231,12 +240,17 @@ class EpisodeTokenizer:
         Raises:
             PromptTooLongError: It does not fit and `truncation` is `error`, or what may be cut is not enough.
         """
+        limit = self._max_prompt_length
         system: list[Message] = [{"role": "system", "content": task_prompt}] if task_prompt else []
+        whole = system + observation
+        system = [self._ends_of_huge(message, limit) for message in system]
+        observation = [self._ends_of_huge(message, limit) for message in observation]
         ids = self.style.encode_prompt(system + observation, tools_schema or None)
-        excess = len(ids) - self._max_prompt_length
+        excess = len(ids) - limit
         if excess <= 0:
             return ids, False
-        text = f"the first prompt has {len(ids)} tokens, more than data.max_prompt_length={self._max_prompt_length}"
+        at_least = "" if system + observation == whole else "at least "
+        text = f"the first prompt has {at_least}{len(ids)} tokens, more than data.max_prompt_length={limit}"
         if self._truncation == "error":
             raise PromptTooLongError(f"{text}, and data.truncation=error cuts nothing")
         num_text_tokens = sum(self._num_text_tokens(m) for m in observation if m["role"] != "system")
@@ -259,12 +273,18 @@ class EpisodeTokenizer:
             sampled_ids: Token ids of the turn that it answers.
 
         Returns:
-            ids: Glue, messages and the next generation header. The conversation so far is not tokenised again.
+            ids: Glue, messages and the next generation header. The conversation so far is not tokenised again. Of a
+                text with more tokens than a row can have, only so much that the ids do not fit a row either.
             was_cut: Whether the text was shortened to `max_observation_tokens`.
         """
         is_closed = self.style.is_turn_closed(sampled_ids)
-        ids = self.style.encode_observation(observation, turn_is_closed=is_closed)
         limit = self._max_observation_tokens
+        row_limit = self._max_row_length
+        observation = [
+            self._ends_of_huge(message, row_limit if limit is None or message["role"] == "system" else limit)
+            for message in observation
+        ]
+        ids = self.style.encode_observation(observation, turn_is_closed=is_closed)
         if limit is None or len(ids) <= limit:
             return ids, False
         if sum(self._num_text_tokens(message) for message in observation) <= limit:
@@ -272,13 +292,19 @@ class EpisodeTokenizer:
         shorter = self._cut_messages(observation, limit, "middle")
         return self.style.encode_observation(shorter, turn_is_closed=is_closed), True
 
+    def _ends_of_huge(self, message: Message, max_tokens: int) -> Message:
+        content = message.get("content")
+        if not isinstance(content, str):
+            return message
+        return {**message, "content": self.style.ends_of_huge(content, max_tokens)}
+
     def _num_text_tokens(self, message: Message) -> int:
         return len(self.style.encode_text(message["content"]))
 
     def _cut_messages(self, messages: list[Message], max_tokens: int, side: Side) -> list[Message]:
         """Shorten the longest texts until all together have at most `max_tokens`; system text stays whole."""
         cuttable = [i for i, message in enumerate(messages) if message["role"] != "system"]
-        lengths = {i: self._num_text_tokens(messages[i]) for i in cuttable}
+        lengths = {i: min(self._num_text_tokens(messages[i]), max_tokens + 1) for i in cuttable}
         shorter = list(messages)
         remaining, num_left = max_tokens, len(cuttable)
         for i in sorted(cuttable, key=lambda i: lengths[i]):

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe.agent_env.prompt_styles import REPLY_ERROR_KINDS
+from recipe.agent_env.prompt_styles.encoder import PieceEncoder
 from recipe.agent_env.prompt_styles.replies import MAX_CALLS
+from recipe.agent_env.prompt_styles.reply_formats import get_reply_format
 from tests.prompt_styles.families import FAMILIES, TOOLS
 from tests.prompt_styles.tokenizers import qwen2_5_tokenizer
 
@@ -333,3 +335,32 @@ def test_a_megabyte_of_noise_is_read(text):
     """Each takes well under a second; the time limit of this test only stops a parser that is not linear."""
     reply = STYLE.build().parse_text(text, TOOLS)
     assert len(reply.content) <= len(text)
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "gpt-oss"])
+@pytest.mark.parametrize(
+    "unit",
+    [
+        *("<tool_call>", "[TOOL_CALLS]", "[TOOL_CALLS][", '{"name": "', '{"a":', "[", "\\", '"', "9", " "),
+        *("<|start|>functions", "<|channel|>commentary to=functions.x<|message|>", "<|call|>"),
+        *('{"name": "x", "parameters": {}};', '{"name": "x"} ; '),
+    ],
+)
+@pytest.mark.timeout(60)
+def test_every_parser_of_ours_reads_a_megabyte_of_anything(name, unit):
+    """The time limit only stops a parser that is not linear."""
+    parse = get_reply_format(name, STYLE.tokenizer()).parse
+    for opening in ("", "<|python_tag|>", unit + PUSH):
+        text = opening + _megabyte(unit)
+        assert len(parse(text, TOOLS).content) <= len(text)
+
+
+def test_reply_is_decoded_once(monkeypatch):
+    """Decoding is nearly all that a long reply costs."""
+    style = STYLE.build()
+    decoded = []
+    whole = PieceEncoder.decode
+    monkeypatch.setattr(PieceEncoder, "decode", lambda self, ids: decoded.append(len(ids)) or whole(self, ids))
+    ids = style.encode_text(PUSH * 3)
+    assert style.parse_reply([*ids, style.end_of_turn_ids[0], 5, 6], TOOLS).calls_found == 3
+    assert decoded == [len(ids)]

@@ -1,12 +1,17 @@
 # Licensed under the Apache License, Version 2.0 (see LICENSE).
 """`truncate_text`: how much is kept, which end, and where the cut falls (P49, P50)."""
 
+import unicodedata
+
 import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from recipe.agent_env.prompt_styles import DEFAULT_MARKER, PromptStyleError
+from recipe.agent_env.prompt_styles.encoder import without_surrogates
+from recipe.agent_env.prompt_styles.token_lengths import chars_per_token
 from tests.prompt_styles.families import FAMILIES
 
 STYLES = pytest.mark.parametrize("family", [FAMILIES[0], FAMILIES[5], FAMILIES[6]], ids=lambda family: family.name)
@@ -146,3 +151,92 @@ def test_cost_follows_the_limit_and_not_the_text(monkeypatch):
     monkeypatch.setattr(encoder, "token_spans", lambda text: seen.append(len(text)) or plain(text))
     style.truncate_text("x " * 2_000_000, 64, "middle")
     assert sum(seen) <= 2 * 65 * encoder.longest_token_chars < 20_000
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=60), unit=st.text(alphabet="a \n-世ⅷ\u1f82u\u0308\u0304e\u0301\u1161\u11a8가", max_size=6))
+def test_no_token_stands_for_more_text_than_said(family, text, unit):
+    """A composed letter is one character of a token and up to four of the text."""
+    encoder = family.build()._encoder
+    for whole in (text, unit * 40, unicodedata.normalize("NFD", text), "\u03b1\u0313\u0300\u0345" * 30, " " * 300):
+        bound = encoder.max_chars(whole, len(encoder.encode_text(whole)))
+        assert bound is None or len(without_surrogates(whole)) <= bound
+
+
+def test_bound_is_known_for_families_that_keep_every_character():
+    known = {family.name: family.build()._encoder.max_chars("a", 1) is not None for family in FAMILIES}
+    assert known.pop("metaspace") is False, "unknown letters in a row are one token there"
+    assert all(known.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "bound"),
+    [
+        ({}, 4),
+        ({"normalizer": normalizers.NFC()}, 8),
+        ({"normalizer": normalizers.Sequence([normalizers.Replace("a", "bb"), normalizers.NFD()])}, 4),
+        ({"normalizer": normalizers.Replace("aa", "b")}, None),
+        ({"normalizer": normalizers.Replace(Regex(" +"), " ")}, None),
+        ({"normalizer": normalizers.Strip()}, None),
+        ({"pre_tokenizer": pre_tokenizers.Split(" ", "removed")}, None),
+        ({"pre_tokenizer": pre_tokenizers.WhitespaceSplit()}, None),
+        ({"model": models.WordLevel({"ab": 0, "[UNK]": 1}, unk_token="[UNK]")}, None),
+        ({"model": models.BPE(vocab={"a": 0}, merges=[])}, None),
+        ({"kept": [AddedToken("   \n  ")]}, 6),
+        ({"kept": [AddedToken("  ", lstrip=True)]}, None),
+        ({"kept": [AddedToken("  ", rstrip=True)]}, None),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else repr(value),
+)
+def test_bound_comes_from_the_parts_of_the_tokenizer(change, bound):
+    """Text that is dropped or joined by a part has no bound, so such a text is encoded whole."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {entry: i for i, entry in enumerate([*alphabet, "ab", "abab"])}
+    backend = Tokenizer(change.get("model") or models.BPE(vocab=vocab, merges=[("a", "b"), ("ab", "ab")]))
+    splitters = [change["pre_tokenizer"]] if "pre_tokenizer" in change else []
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splitters, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    if "normalizer" in change:
+        backend.normalizer = change["normalizer"]
+    found = chars_per_token(backend, change.get("kept", []))
+    assert (None if found is None else found[1]) == bound
+    if bound == 8:
+        assert found == (4, 8)
+
+
+def test_bound_holds_where_letters_fall_back_to_bytes():
+    """Gemma's kind: no byte-level letters, so a composed letter may be one of an entry."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    assert chars_per_token(backend, []) == (6, 6)
+    backend.normalizer = normalizers.NFKC()
+    assert chars_per_token(backend, []) == (6, 24)
+    del vocab["<0x7F>"]
+    assert chars_per_token(Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True)), []) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    unit=st.text(alphabet="ab \n世😀e\u0301\u200d-=", min_size=1, max_size=5),
+    length=st.integers(0, 4000),
+    limit=st.integers(0, 6),
+    less=st.integers(0, 3),
+    side=st.sampled_from(["left", "right", "middle"]),
+)
+@pytest.mark.parametrize("family", [FAMILIES[0], FAMILIES[5], FAMILIES[6], FAMILIES[7]], ids=lambda family: family.name)
+def test_both_ends_of_a_huge_text_are_cut_as_the_whole_is(family, unit, length, limit, less, side):
+    style = family.build()
+    text = "<" + unit * (length // len(unit)) + ">"
+    ends = style.ends_of_huge(text, limit)
+    assert style.truncate_text(ends, limit - less, side) == style.truncate_text(text, limit - less, side)
+    assert (count(style, ends) <= limit) == (count(style, text) <= limit)
+    assert ends == text or count(style, ends) > limit
+
+
+def test_ends_of_huge_text_are_exactly_what_can_matter():
+    style = FAMILIES[0].build()
+    window = 4 * style._encoder.longest_token_chars + 1
+    text = "".join(chr(ord("a") + i % 26) for i in range(2 * window + 1))
+    assert style.ends_of_huge(text[:-1], 3) == text[:-1]
+    assert style.ends_of_huge(text, 3) == text[:window] + text[-window:]
+    assert style.ends_of_huge("\ud83d\ude00\ud800", 3) == "😀\ufffd"

@@ -52,12 +52,17 @@ def decode(ids: Sequence[int]) -> str:
 
 
 def make_tokenizer(
-    *, max_prompt_length: int = 4096, truncation: str = "error", max_observation_tokens: int | None = None
+    *,
+    max_prompt_length: int = 4096,
+    truncation: str = "error",
+    max_observation_tokens: int | None = None,
+    stop: Sequence[str] = (),
 ) -> EpisodeTokenizer:
     """The product's own path from chat to tokens, with the real Qwen vocabulary."""
     return EpisodeTokenizer(
-        Qwen25Style(qwen2_5_tokenizer()),
+        Qwen25Style(qwen2_5_tokenizer(), stop=stop),
         max_prompt_length=max_prompt_length,
+        max_response_length=64,
         truncation=truncation,
         max_observation_tokens=max_observation_tokens,
     )

@@ -196,6 +196,7 @@ def test_one_error_does_not_hide_the_next(check, service):
 
 
 def test_unknown_environment_names_row_and_service(check, rows):
+    """P64: a typing error in the data is found before training."""
     (rows / "train.jsonl").write_text('{"env_name": "gane", "seed": 0, "env_kwargs": {}}\n' * 4)
     status, text = check()
     assert "gane seed 0 cannot be opened" in text

@@ -20,7 +20,7 @@ from recipe.agent_env.prompt_styles.encoder import Piece, PieceEncoder, Side
 from recipe.agent_env.prompt_styles.errors import Message, PromptStyleError
 from recipe.agent_env.prompt_styles.messages import ChatMessage, normalise
 from recipe.agent_env.prompt_styles.replies import CallText, ParsedReply, build_reply
-from recipe.agent_env.prompt_styles.truncation import truncate
+from recipe.agent_env.prompt_styles.truncation import ends_of_huge, truncate
 
 DEFAULT_MARKER = "\n[... cut ...]\n"
 """Stands where `truncate_text` took text away."""
@@ -157,6 +157,19 @@ class PromptStyle(ABC):
             The text, cut between characters as a reader sees them.
         """
         return truncate(self._encoder, text, max_tokens, side, marker)
+
+    def ends_of_huge(self, text: str, max_tokens: int) -> str:
+        """Leave out the middle of a text that is far too long, before anything is encoded.
+
+        Args:
+            text: Any text.
+            max_tokens: What it may have at most.
+
+        Returns:
+            The text itself, or its two ends where its length alone says that it has more than `max_tokens` tokens.
+            These have more than `max_tokens` as well, and `truncate_text` to `max_tokens` or fewer gives the same.
+        """
+        return ends_of_huge(self._encoder, text, max_tokens)
 
     def reply_text(self, sampled_ids: Sequence[int]) -> str:
         """The text of a reply up to its first turn token, which is left out."""

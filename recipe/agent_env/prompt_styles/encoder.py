@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from recipe.agent_env.prompt_styles.errors import PromptStyleError
 from recipe.agent_env.prompt_styles.ordinary import ordinary_tokenizer
+from recipe.agent_env.prompt_styles.token_lengths import chars_per_token
 
 Side = Literal["left", "right", "middle"]
 SIDES: tuple[Side, ...] = ("left", "right", "middle")
@@ -87,6 +88,7 @@ class PieceEncoder:
         self._border_id = self._ordinary.token_to_id(self._border)
         # The twin numbers its few added tokens anew.
         self._own_ids = {self._ordinary.token_to_id(t.content): backend.token_to_id(t.content) for t in blanks}
+        self._blanks = blanks
 
     def control_id(self, content: str) -> int | None:
         """The id of a control token, or None when the tokenizer has no such token."""
@@ -167,6 +169,17 @@ class PieceEncoder:
         offsets = self._ordinary.encode(self._border + text, add_special_tokens=False).offsets[1:]
         shift = len(self._border)
         return [(start - shift, end - shift) for start, end in offsets]
+
+    def max_chars(self, text: str, max_tokens: int) -> int | None:
+        """Characters that `max_tokens` tokens of this text can stand for at most; None where there is no bound."""
+        if self._chars_per_token is None:
+            return None
+        in_ascii, in_any = self._chars_per_token
+        return max_tokens * (in_ascii if text.isascii() else in_any)
+
+    @cached_property
+    def _chars_per_token(self) -> tuple[int, int] | None:
+        return chars_per_token(self._ordinary, self._blanks)
 
     @cached_property
     def longest_token_chars(self) -> int:

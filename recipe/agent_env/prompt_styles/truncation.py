@@ -54,6 +54,15 @@ def truncate(encoder: PieceEncoder, text: str, max_tokens: int, side: Side, mark
     return marker
 
 
+def ends_of_huge(encoder: PieceEncoder, text: str, max_tokens: int) -> str:
+    """Both ends of a text that is sure to have more than `max_tokens` tokens; see `PromptStyle.ends_of_huge`."""
+    text = without_surrogates(text)
+    window = encoder.max_chars(text, max_tokens + 1)
+    if window is None or len(text) <= 2 * (window + 1):
+        return text
+    return text[: window + 1] + text[-window - 1 :]
+
+
 def _head_end(text: str, spans: list[tuple[int, int]], count: int) -> int:
     """Where the text of the first `count` tokens ends, between visible characters."""
     if count <= 0 or not spans:
