@@ -290,6 +290,8 @@ class EpisodeTokenizer:
         if sum(self._num_text_tokens(message) for message in observation) <= limit:
             return ids, False
         shorter = self._cut_messages(observation, limit, "middle")
+        if shorter == observation:  # only system text is over the limit
+            return ids, False
         return self.style.encode_observation(shorter, turn_is_closed=is_closed), True
 
     def _ends_of_huge(self, message: Message, max_tokens: int) -> Message:
