@@ -244,7 +244,7 @@ async def test_batch_has_its_own_deadline(monkeypatch, limit_s):
     worker = EnvAgentLoopWorker.__new__(EnvAgentLoopWorker)
     worker.config = OmegaConf.create({"env": {"batch_timeout_s": limit_s}})
     worker._client, worker._rules, worker.llm_client = object(), object(), object()
-    worker._episode_tokenizer = SimpleNamespace(style=SimpleNamespace(end_of_turn_ids=(9,)))
+    worker._episode_tokenizer = SimpleNamespace(style=SimpleNamespace(stop_token_ids=[9], stop=[]))
     for now in (100.0, 500.0):
         monkeypatch.setattr(time, "monotonic", lambda now=now: now)
         await worker.generate_sequences(None)
