@@ -17,6 +17,7 @@ import requests
 
 REPO = Path(__file__).parents[2]
 _SERVICE = ["recipe.agent_env.env_service", "examples.sokoban.sokoban_env:SokobanEnv", "--name", "sokoban-v0"]
+_MIXED_SERVICE = REPO / "examples/mixed/serve.sh"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +40,28 @@ class Service:
 @contextmanager
 def sokoban_service(folder: Path) -> Iterator[Service]:
     """Serve Sokoban on a free loopback port."""
+    with _serve([sys.executable, "-m", *_SERVICE], folder) as service:
+        yield service
+
+
+@contextmanager
+def mixed_service(folder: Path) -> Iterator[Service]:
+    """Serve Sokoban, FrozenLake and Countdown in one process on a free loopback port."""
+    with _serve(["bash", str(_MIXED_SERVICE)], folder) as service:
+        yield service
+
+
+@contextmanager
+def _serve(command: list[str], folder: Path) -> Iterator[Service]:
     log = folder / "service.jsonl"
-    command = [sys.executable, "-m", *_SERVICE, "--port", "0", "--log-steps", str(log)]
-    process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        [*command, "--port", "0", "--log-steps", str(log)],
+        cwd=REPO,
+        env={**os.environ, "PYTHON": sys.executable},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
         assert process.stdout is not None
         said = process.stdout.readline()
