@@ -9,6 +9,7 @@ retry rules are shared with the sync face and live elsewhere.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import os
@@ -300,11 +301,22 @@ class AsyncEnvClient:
         Raises:
             EnvError: The last failure.
         """
+        started = time.monotonic()
+        try:
+            return read(await self._send(call))
+        except EnvError as exc:
+            first_failure: EnvError | None = exc
+        spent_s = time.monotonic() - started
 
         async def attempt() -> _T:
+            nonlocal first_failure
+            if first_failure is not None:
+                failure, first_failure = first_failure, None
+                raise failure
             return read(await self._send(call))
 
-        return await AsyncRetrying(**retry_options(self.config, call, self._count_retry))(attempt)
+        # Tenacity costs as much as the request itself, so it is asked only once something has failed.
+        return await AsyncRetrying(**retry_options(self.config, call, self._count_retry, spent_s=spent_s))(attempt)
 
     async def close_env(self, call: Call) -> None:
         """Send a `close` and count how it went; raises no EnvError."""
@@ -426,17 +438,16 @@ class AsyncEnvClient:
         """
         limit_s = call.timeout_s + patience_s
         connect_limit_s = min(self.config.connect_timeout_s, limit_s)
-        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=connect_limit_s, ceil_threshold=math.inf)
-        headers = dict(call.headers)
+        headers = call.headers
         if call.body is not None:
-            headers["Content-Type"] = "application/json"
+            headers = {**headers, "Content-Type": "application/json"}
         try:
             async with self._http_session(call).request(
                 call.method,
                 URL(call.url, encoded=True),
                 data=call.body,
                 headers=headers,
-                timeout=timeout,
+                timeout=_make_timeout(limit_s, connect_limit_s),
                 allow_redirects=False,
                 proxy=self._proxies[call.endpoint],
             ) as response:
@@ -459,6 +470,10 @@ class AsyncEnvClient:
 
     async def _read(self, response: aiohttp.ClientResponse, call: Call) -> bytes:
         """The whole body, within the size limit."""
+        length = response.content_length
+        is_plain = "Content-Encoding" not in response.headers
+        if is_plain and length is not None and length <= self.config.max_response_bytes:
+            return await response.read()
         body = bytearray()
         async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
             body += chunk
@@ -493,3 +508,9 @@ class AsyncEnvClient:
     def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("the client is closed; make a new one")
+
+
+@functools.lru_cache(maxsize=64)
+def _make_timeout(limit_s: float, connect_limit_s: float) -> aiohttp.ClientTimeout:
+    """aiohttp's form of a call's limits; the same few for all calls, and making one is slow."""
+    return aiohttp.ClientTimeout(total=limit_s, sock_connect=connect_limit_s, ceil_threshold=math.inf)

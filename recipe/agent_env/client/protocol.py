@@ -46,6 +46,7 @@ ABSENT_CALL_STATUSES = frozenset({404, 405, 500, 501})
 _EXCERPT_CHARS = 200
 _STATS_TIMEOUT_S = 2.0
 _TRANSIENT_STATUSES = frozenset({429, 502, 503, 504})
+_encoder = json.JSONEncoder(allow_nan=False)
 _T = TypeVar("_T")
 _E = TypeVar("_E", bound=EnvError)
 
@@ -367,7 +368,7 @@ class EnvProtocol:
 
 def _encode(body: dict[str, Any]) -> bytes:
     """A request body."""
-    return json.dumps(body, allow_nan=False).encode("ascii")
+    return _encoder.encode(body).encode("ascii")
 
 
 def _decode(body: bytes) -> dict[str, Any]:

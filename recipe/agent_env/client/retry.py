@@ -23,13 +23,19 @@ from recipe.agent_env.client.protocol import Call
 
 
 def retry_options(
-    config: EnvClientConfig, call: Call, on_retry: Callable[[], None], has_other: Callable[[], bool] = lambda: False
+    config: EnvClientConfig,
+    call: Call,
+    on_retry: Callable[[], None],
+    has_other: Callable[[], bool] = lambda: False,
+    *,
+    spent_s: float = 0.0,
 ) -> dict[str, Any]:
     """Options for `tenacity.Retrying` or `tenacity.AsyncRetrying` that carry out one call.
 
     Args:
         on_retry: Called once before each repeat.
         has_other: Whether the repeat goes to another service, for which there is nothing to wait.
+        spent_s: What the first try took, where it was made before; it counts towards the limits.
     """
     backoff = wait_exponential(multiplier=config.retry_wait_s, max=config.retry_max_wait_s)
     jitter = wait_random(0, config.retry_wait_s)
@@ -48,7 +54,7 @@ def retry_options(
 
     def stop(state: RetryCallState) -> bool:
         nonlocal fault_count
-        elapsed_s = (state.seconds_since_start or 0.0) + state.upcoming_sleep
+        elapsed_s = spent_s + (state.seconds_since_start or 0.0) + state.upcoming_sleep
         if call.name == "initialize" and _failure(state).is_busy:
             return elapsed_s > config.busy_wait_s
         fault_count += 1
