@@ -28,6 +28,15 @@ def test_return_is_the_sum_of_rewards_without_discount():
     assert metrics["env/episode_return/mean"] == 3.0
 
 
+def test_tokenizing_share_is_over_all_seconds_of_played_episodes():
+    """P16: a rollout that slows down by tokenising shows it."""
+    fast, slow, failed = make_episode(), make_episode(), make_episode(end_reason=EndReason.FAILED)
+    fast.stats.generate_s, fast.stats.env_s = 6.0, 3.0
+    slow.stats.generate_s, slow.stats.tokenize_s = 9.0, 2.0
+    failed.stats.tokenize_s = 100.0
+    assert env_metrics(columns(fast, slow, failed))["env/tokenize_time_ratio"] == pytest.approx(0.1)
+
+
 def test_failed_rows_count_as_failed_and_nowhere_else():
     """P81: 3 of 10 episodes failed."""
     episodes = [make_episode(rewards=[1.0])] * 7 + [make_episode(end_reason=EndReason.FAILED)] * 3

@@ -36,7 +36,8 @@ def env_metrics(columns: dict[str, np.ndarray]) -> dict[str, float]:
         `failed_episode_ratio`, `masked_episode_ratio`, `restart_ratio` and `end_reason/*` are over all episodes and the
         others over played episodes or their turns; `env/all_masked`, 1 when nothing of the batch can be trained on;
         `env/success_rate` overall and `env/success_rate/<env_name>` where the environment says. A quantity without any
-        episode to count is left out.
+        episode to count is left out. `env/tokenize_time_ratio` is the share of the episodes' seconds that went into
+        turning chat into tokens and replies into calls.
     """
     is_masked = columns["is_masked"]
     is_played = columns["num_assistant_turns"] > 0
@@ -63,6 +64,9 @@ def env_metrics(columns: dict[str, np.ndarray]) -> dict[str, float]:
     num_reread = columns["num_reread_tokens"][is_played].sum()
     if num_reread > 0:
         metrics["env/prefix_cache_hit_rate"] = float(columns["num_cached_tokens"][is_played].sum() / num_reread)
+    seconds = {name: columns[f"{name}_s"][is_played].sum() for name in ("generate", "env", "tokenize")}
+    if sum(seconds.values()) > 0:
+        metrics["env/tokenize_time_ratio"] = float(seconds["tokenize"] / sum(seconds.values()))
     metrics.update(_success_rates(columns["env_name"], columns["acc"], is_played))
     return metrics
 

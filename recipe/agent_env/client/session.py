@@ -13,7 +13,7 @@ from recipe.agent_env.client.answers import Capabilities, StartReply
 from recipe.agent_env.client.errors import EnvError
 from recipe.agent_env.client.messages import Message
 from recipe.agent_env.client.protocol import Call, EnvProtocol
-from recipe.agent_env.client.tool_check import ToolChecker
+from recipe.agent_env.client.tool_check import ToolChecker, checker_of
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,9 +74,9 @@ class SessionState:
         self._is_in_doubt = False
 
     def take_tools(self, tools_schema: list[dict[str, Any]]) -> None:
-        """Note the tools, and compile their checks once."""
+        """Note the tools and their checks."""
         self.tools_schema = tools_schema
-        self._tool_checker = ToolChecker(tools_schema)
+        self._tool_checker = checker_of(tools_schema)
 
     def check_tool_calls(self, message: Message) -> str | None:
         """Feedback for the model when a call in `message` would be refused, else None; see `ToolChecker.check`."""

@@ -115,17 +115,20 @@ def check_tool_calls(message: Mapping[str, Any], tools_schema: Sequence[object] 
     Returns:
         None when everything may be sent, else feedback for the model. Never raises.
     """
-    if not message.get("tool_calls"):
-        return None
+    return checker_of(tools_schema).check(message) if message.get("tool_calls") else None
+
+
+def checker_of(tools_schema: Sequence[object] | None) -> ToolChecker:
+    """The checks of a schema. Those of recent schemas are kept: most sessions share one, and compiling takes as long as
+    playing several turns."""
     try:
-        checker = _checker_of(json.dumps(tools_schema))
+        return _checker_of_text(json.dumps(tools_schema))
     except (TypeError, ValueError, RecursionError):
-        checker = ToolChecker(tools_schema if isinstance(tools_schema, (list, tuple)) else None)
-    return checker.check(message)
+        return ToolChecker(tools_schema if isinstance(tools_schema, (list, tuple)) else None)
 
 
 @lru_cache(maxsize=256)
-def _checker_of(schema_text: str) -> ToolChecker:
+def _checker_of_text(schema_text: str) -> ToolChecker:
     """The compiled checks of a schema, by its JSON text."""
     schema = json.loads(schema_text)
     return ToolChecker(schema if isinstance(schema, list) else None)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from recipe.agent_env.agent_dataset import EpisodeSpec, EpisodeTokenizer, PromptTooLongError
-from recipe.agent_env.env_client import AsyncEnvClient, AsyncEnvSession, EnvError, Message, check_tool_calls
+from recipe.agent_env.env_client import AsyncEnvClient, AsyncEnvSession, EnvError, Message
 from recipe.agent_env.prompt_styles.errors import PromptStyleError
 from recipe.agent_env.rollout.ledger import TokenLedger
 
@@ -396,7 +396,7 @@ async def _answer_turn(
 
     with _Stopwatch(stats, "tokenize_s"):
         reply = tokenizer.style.parse_reply(reply_ids, session.tools_schema)
-        error = reply.error.text if reply.error else check_tool_calls(reply.message, session.tools_schema)
+        error = reply.error.text if reply.error else session.check_tool_calls(reply.message)
     if error is not None:
         stats.num_parse_errors += 1
         return _blame_policy(attempt, EndReason.PARSE_ERROR, error, rules=rules)
