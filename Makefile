@@ -6,8 +6,8 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-learn test test-full chaos test-unit test-e2e lint format docs lock check-gpu-lock mutants build \
-	clean distclean
+.PHONY: help setup demo demo-learn test test-full chaos test-unit test-e2e lint format docs bench bench-quick lock \
+	check-gpu-lock mutants build clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,13 @@ format: setup  ## let ruff rewrite what it can
 
 docs: setup  ## write docs/configuration.md from the comments of the yaml files
 	$(PY) scripts/config_reference.py
+
+bench: setup  ## all benchmarks, then table and plot of docs/performance.md (half an hour; wants an idle machine)
+	nice -n 10 $(PY) -m benchmarks.run
+	$(PY) -m benchmarks.page
+
+bench-quick: setup  ## the benchmarks on small sizes, without the training run (under 3 minutes)
+	nice -n 10 $(PY) -m benchmarks.run --quick
 
 lock: setup  ## resolve requirements/*.in into requirements/*.txt (needs PyPI; UPGRADE=1 moves every pin)
 	$(PY) scripts/lock.py $(if $(UPGRADE),--upgrade) cpu gpu

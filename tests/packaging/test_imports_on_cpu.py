@@ -29,8 +29,14 @@ def imported_packages(path: Path) -> Iterator[tuple[str, int]]:
 
 @pytest.mark.parametrize(
     ("folder", "extras"),
-    [("recipe", ["cpu"]), ("examples", ["test"]), ("scripts", ["test", "dev"]), ("tests", ["test", "dev"])],
-    ids=["recipe", "examples", "scripts", "tests"],
+    [
+        ("recipe", ["cpu"]),
+        ("examples", ["test"]),
+        ("benchmarks", ["test"]),
+        ("scripts", ["test", "dev"]),
+        ("tests", ["test", "dev"]),
+    ],
+    ids=["recipe", "examples", "benchmarks", "scripts", "tests"],
 )
 def test_imported_packages_are_asked_for(folder, extras):
     asked = {canonicalize_name(r.name) for extra in ["", *extras] for r in requirements_of(PROJECT, extra, "3.11")}

@@ -71,12 +71,15 @@ def assemble(episodes: Sequence[Episode], *, pad_token_id: int, passed_on: dict[
         if log_probs is not None:
             log_probs[i, : len(response)] = episode.log_probs
 
+    position_ids = attention_mask.cumsum(axis=-1)
+    position_ids -= 1
+    np.maximum(position_ids, 0, out=position_ids)
     arrays = {
         "prompts": input_ids[:, :max_prompt].copy(),
         "responses": input_ids[:, max_prompt:].copy(),
         "input_ids": input_ids,
         "attention_mask": attention_mask,
-        "position_ids": np.maximum(attention_mask.cumsum(axis=-1) - 1, 0),
+        "position_ids": position_ids,
         "response_mask": response_mask,
         "rm_scores": rewards,
     }
@@ -113,15 +116,19 @@ def check_batch(batch: DataProto, episodes: Sequence[Episode]) -> None:
             f"expected the tokens with mask 1 to be exactly the {len(engine_ids)} ids that the engine returned, got "
             f"{len(trained_ids)} ids; rows whose number differs: {rows}. This batch must not be trained on: report it"
         )
-    rewards = batch.batch["rm_scores"].double()
+    # Few tokens carry a reward; working on those alone keeps the memory of a whole batch in float64 away.
+    rewards = batch.batch["rm_scores"]
+    rows, columns = torch.nonzero(rewards, as_tuple=True)
+    paid = rewards[rows, columns].double()
+    zeros = torch.zeros(len(episodes), dtype=torch.float64)
+    sums = zeros.index_add(0, rows, paid)
+    off_mask = zeros.index_add(0, rows, paid.abs() * ~response_mask[rows, columns])
     returns = torch.tensor([0.0 if e.is_masked else e.episode_return for e in episodes], dtype=torch.float64)
-    error = (rewards.sum(dim=-1) - returns).abs()
-    off_mask = (rewards * ~response_mask).abs().sum(dim=-1)
-    is_wrong = (error > 1e-5 * (1.0 + rewards.abs().sum(dim=-1))) | (off_mask > 0)
+    is_wrong = ((sums - returns).abs() > 1e-5 * (1.0 + zeros.index_add(0, rows, paid.abs()))) | (off_mask > 0)
     if is_wrong.any():
         row = int(torch.nonzero(is_wrong)[0])
         raise LedgerMismatchError(
-            f"row {row} ({episodes[row].end_reason.value}): its token rewards add up to {rewards[row].sum():.6f}, of "
+            f"row {row} ({episodes[row].end_reason.value}): its token rewards add up to {sums[row]:.6f}, of "
             f"which {off_mask[row]:.6f} on tokens with mask 0, but the episode's return is {returns[row]:.6f}. "
             "This batch must not be trained on: report it"
         )
