@@ -284,15 +284,14 @@ class EpisodeTokenizer:
             self._ends_of_huge(message, row_limit if limit is None or message["role"] == "system" else limit)
             for message in observation
         ]
-        ids = self.style.encode_observation(observation, turn_is_closed=is_closed)
-        if limit is None or len(ids) <= limit:
-            return ids, False
-        if sum(self._num_text_tokens(message) for message in observation) <= limit:
-            return ids, False
+        cuttable = [message for message in observation if message["role"] != "system"]
+        is_over = limit is not None and any(self.style.is_surely_longer(m["content"], limit) for m in cuttable)
+        if limit is None or not is_over:
+            ids = self.style.encode_observation(observation, turn_is_closed=is_closed)
+            if limit is None or len(ids) <= limit or sum(self._num_text_tokens(m) for m in observation) <= limit:
+                return ids, False
         shorter = self._cut_messages(observation, limit, "middle")
-        if shorter == observation:  # only system text is over the limit
-            return ids, False
-        return self.style.encode_observation(shorter, turn_is_closed=is_closed), True
+        return self.style.encode_observation(shorter, turn_is_closed=is_closed), shorter != observation
 
     def _ends_of_huge(self, message: Message, max_tokens: int) -> Message:
         content = message.get("content")
@@ -300,13 +299,17 @@ class EpisodeTokenizer:
             return message
         return {**message, "content": self.style.ends_of_huge(content, max_tokens)}
 
-    def _num_text_tokens(self, message: Message) -> int:
-        return len(self.style.encode_text(message["content"]))
+    def _num_text_tokens(self, message: Message, at_most: int | None = None) -> int:
+        text = message["content"]
+        if at_most is not None and self.style.is_surely_longer(text, at_most - 1):
+            return at_most
+        num_tokens = len(self.style.encode_text(text))
+        return num_tokens if at_most is None else min(num_tokens, at_most)
 
     def _cut_messages(self, messages: list[Message], max_tokens: int, side: Side) -> list[Message]:
         """Shorten the longest texts until all together have at most `max_tokens`; system text stays whole."""
         cuttable = [i for i, message in enumerate(messages) if message["role"] != "system"]
-        lengths = {i: min(self._num_text_tokens(messages[i]), max_tokens + 1) for i in cuttable}
+        lengths = {i: self._num_text_tokens(messages[i], at_most=max_tokens + 1) for i in cuttable}
         shorter = list(messages)
         remaining, num_left = max_tokens, len(cuttable)
         for i in sorted(cuttable, key=lambda i: lengths[i]):

@@ -231,6 +231,8 @@ def test_both_ends_of_a_huge_text_are_cut_as_the_whole_is(family, unit, length, 
     assert style.truncate_text(ends, limit - less, side) == style.truncate_text(text, limit - less, side)
     assert (count(style, ends) <= limit) == (count(style, text) <= limit)
     assert ends == text or count(style, ends) > limit
+    assert not style.is_surely_longer(text, count(style, text))
+    assert ends == text or style.is_surely_longer(ends, limit)
 
 
 def test_ends_of_huge_text_are_exactly_what_can_matter():
@@ -240,3 +242,12 @@ def test_ends_of_huge_text_are_exactly_what_can_matter():
     assert style.ends_of_huge(text[:-1], 3) == text[:-1]
     assert style.ends_of_huge(text, 3) == text[:window] + text[-window:]
     assert style.ends_of_huge("\ud83d\ude00\ud800", 3) == "😀\ufffd"
+
+
+def test_length_that_says_enough_is_exact():
+    """Letters outside ASCII may have been composed of several, and a surrogate pair is one."""
+    style = FAMILIES[0].build()
+    longest = style._encoder.longest_token_chars
+    for text, bound in (("a" * 2 * longest, 2), ("é" * 4 * longest, 2), ("\ud83d\ude00" * 4 * longest, 2)):
+        assert not style.is_surely_longer(text, bound)
+        assert style.is_surely_longer(text + text[-2:] + text[0], bound)

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from recipe.agent_env.prompt_styles.encoder import Piece, PieceEncoder, Side
+from recipe.agent_env.prompt_styles.encoder import Piece, PieceEncoder, Side, without_surrogates
 from recipe.agent_env.prompt_styles.errors import Message, PromptStyleError
 from recipe.agent_env.prompt_styles.messages import ChatMessage, normalise
 from recipe.agent_env.prompt_styles.replies import CallText, ParsedReply, build_reply
@@ -170,6 +170,12 @@ class PromptStyle(ABC):
             These have more than `max_tokens` as well, and `truncate_text` to `max_tokens` or fewer gives the same.
         """
         return ends_of_huge(self._encoder, text, max_tokens)
+
+    def is_surely_longer(self, text: str, max_tokens: int) -> bool:
+        """Whether the length of a text alone says that it has more than `max_tokens` tokens."""
+        text = without_surrogates(text)
+        bound = self._encoder.max_chars(text, max_tokens)
+        return bound is not None and len(text) > bound
 
     def reply_text(self, sampled_ids: Sequence[int]) -> str:
         """The text of a reply up to its first turn token, which is left out."""
