@@ -59,11 +59,18 @@ class FaultProxy:
         upstream: The service.
         rates: Probability of each fault per request; faults that are not named are off. May be changed at any time.
         time_limit_s: The client's limit on a call; some delays are longer.
+        hides_dedup: Whether the service looks like one that cannot apply a repeated step once.
         rng: Draws the faults.
     """
 
     def __init__(
-        self, upstream: RestartableService, rates: dict[str, float], *, time_limit_s: float, rng: random.Random
+        self,
+        upstream: RestartableService,
+        rates: dict[str, float],
+        *,
+        time_limit_s: float,
+        hides_dedup: bool,
+        rng: random.Random,
     ) -> None:
         self.rates = rates
         self.injected: Counter[str] = Counter()
@@ -71,6 +78,7 @@ class FaultProxy:
         self.url = ""
         self._upstream = upstream
         self._time_limit_s = time_limit_s
+        self._hides_dedup = hides_dedup
         self._rng = rng
         self._runner: web.AppRunner | None = None
         self._http: aiohttp.ClientSession | None = None
@@ -150,6 +158,9 @@ class FaultProxy:
             head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(content)
             request.transport.write(head + content[: len(content) // 2])  # type: ignore[attr-defined]
             return _drop(request)
+        if call == "initialize" and self._hides_dedup and answer.status == 200:
+            start = json.loads(content)
+            content = json.dumps({**start, "capabilities": {**start["capabilities"], "step_dedup": False}}).encode()
         if fault == "wrong_types" and answer.status == 200:
             field, value = self._rng.choice(_WRONG_FIELDS[call])
             content = json.dumps({**json.loads(content), field: value}).encode()

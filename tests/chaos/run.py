@@ -75,7 +75,13 @@ async def run_chaos(
     services = [RestartableService(ledger, "--max-sessions", str(places), *options) for places in _NUM_PLACES]
     rates = {kind: fault_rate / len(kinds) for kind in kinds}
     proxies = [
-        FaultProxy(service, rates, time_limit_s=_TIME_LIMIT_S, rng=random.Random(f"{seed}-{number}"))
+        FaultProxy(
+            service,
+            rates,
+            time_limit_s=_TIME_LIMIT_S,
+            hides_dedup=number == 1,
+            rng=random.Random(f"{seed}-{number}"),
+        )
         for number, service in enumerate(services)
     ]
     try:

@@ -12,6 +12,7 @@ import json
 import numpy as np
 import pytest
 
+from recipe.agent_env.client.protocol import EnvProtocol
 from recipe.agent_env.rollout.episode import EndReason
 from tests.chaos.__main__ import find_problems
 from tests.chaos.fault_proxy import MARKER
@@ -130,6 +131,21 @@ def test_page_of_the_infrastructure_in_a_prompt_is_found(parts):
     episodes, policies, ledger = parts
     policies[0].attempts[0].last_context = policies[0].attempts[0].last_context + encode(MARKER)
     assert "page of the proxy" in find_wrong_rows(episodes, policies, ledger)[0]
+
+
+def test_client_that_repeats_steps_blindly_is_found(tmp_path, monkeypatch):
+    """P73: the promise is broken in the product itself; answers are lost, and actions are applied twice."""
+    step = EnvProtocol.step
+
+    def repeatable_step(self, env_name, env_id, action, *, step_index):
+        return dataclasses.replace(step(self, env_name, env_id, action, step_index=None), is_repeatable=True)
+
+    monkeypatch.setattr(EnvProtocol, "step", repeatable_step)
+    played = asyncio.run(
+        run_chaos(tmp_path, num_episodes=24, fault_rate=0.25, num_restarts=0, seed=1, kinds=("drop_after",))
+    )
+    wrong = played.report["wrong_rows"].values()
+    assert played.report["rows_wrong_or_lost"] > 0 and all("applied" in text for text in wrong)
 
 
 def test_run_is_bad_when_anything_is_wrong_lost_left_or_unproven(outcome):

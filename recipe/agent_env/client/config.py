@@ -36,8 +36,8 @@ class EnvClientConfig:
     """How much longer to listen for an `initialize` that timed out, so that a late environment is closed."""
     keepalive_s: float = 2.0
     """A pooled connection idle for longer is not used again: servers drop theirs after 5 s (uvicorn), unannounced."""
-    max_retries: int = 4
-    """How often one call is tried again after a failure that may pass."""
+    max_retries: int = 8
+    """How often one call is tried again after a failure that may pass; enough to fill `retry_time_s`."""
     retry_time_s: float = 30.0
     """No retry starts later than this after the first try."""
     retry_wait_s: float = 0.25

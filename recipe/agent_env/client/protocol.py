@@ -45,6 +45,8 @@ ABSENT_CALL_STATUSES = frozenset({404, 405, 500, 501})
 
 _EXCERPT_CHARS = 200
 _STATS_TIMEOUT_S = 2.0
+_HEALTH_RETRY_S = 3.0
+"""Whoever asks for health wants to hear of an outage, not to sit it out."""
 _TRANSIENT_STATUSES = frozenset({429, 502, 503, 504})
 _encoder = json.JSONEncoder(allow_nan=False)
 _T = TypeVar("_T")
@@ -106,11 +108,12 @@ class EnvProtocol:
 
     def health(self) -> Call:
         """Ask whether the service is up."""
-        return self._service_call("health", "", timeout_s=self._config.request_timeout_s)
+        return self._service_call("health", "", timeout_s=self._config.request_timeout_s, retry_time_s=_HEALTH_RETRY_S)
 
     def stats(self) -> Call:
         """Ask how many places are free; only some services know this call. Nobody waits long for the answer."""
-        return self._service_call("stats", "stats", timeout_s=min(_STATS_TIMEOUT_S, self._config.request_timeout_s))
+        timeout_s = min(_STATS_TIMEOUT_S, self._config.request_timeout_s)
+        return self._service_call("stats", "stats", timeout_s=timeout_s, retry_time_s=0.0)
 
     def initialize(self, *, env_name: str, seed: object, env_kwargs: object) -> Call:
         """Make a new environment.
@@ -172,10 +175,16 @@ class EnvProtocol:
         """One of the GETs: `task-prompt`, `tools-schema-openai`, `allow-parallel-tool-call`."""
         return self._session_call(name, env_name, env_id, method="GET")
 
-    def _service_call(self, name: str, path: str, *, timeout_s: float) -> Call:
+    def _service_call(self, name: str, path: str, *, timeout_s: float, retry_time_s: float) -> Call:
         """A GET that concerns no session."""
-        url = f"{self.endpoint}/{path}"
-        return Call(name=name, method="GET", url=url, endpoint=self.endpoint, timeout_s=timeout_s)
+        return Call(
+            name=name,
+            method="GET",
+            url=f"{self.endpoint}/{path}",
+            endpoint=self.endpoint,
+            timeout_s=timeout_s,
+            retry_time_s=retry_time_s,
+        )
 
     def _session_call(
         self,
