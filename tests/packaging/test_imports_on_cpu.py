@@ -34,7 +34,7 @@ def imported_packages(path: Path) -> Iterator[tuple[str, int]]:
         ("examples", ["test"]),
         ("benchmarks", ["test"]),
         ("scripts", ["test", "dev"]),
-        ("tests", ["test", "dev"]),
+        ("tests", ["test", "openenv", "dev"]),
     ],
     ids=["recipe", "examples", "benchmarks", "scripts", "tests"],
 )

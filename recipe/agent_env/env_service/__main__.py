@@ -26,8 +26,15 @@ def build_parser() -> argparse.ArgumentParser:
         description="Serve Python environments over HTTP.",
         epilog=f"A bearer token comes from --token-file or from the variable {TOKEN_VARIABLE}, never from an argument.",
     )
-    parser.add_argument("environments", nargs="+", metavar="[NAME=]PACKAGE.MODULE:CLASS", help="what to serve")
+    parser.add_argument("environments", nargs="*", metavar="[NAME=]PACKAGE.MODULE:CLASS", help="what to serve")
     parser.add_argument("--name", action="append", default=[], help="name of an environment, in order; repeatable")
+    parser.add_argument(
+        "--openenv",
+        action="append",
+        default=[],
+        metavar="NAME=URL",
+        help="serve what an OpenEnv server has; repeatable",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s, this machine only)")
     parser.add_argument("--port", type=int, default=8000, help="port, 0: any free one (default: %(default)s)")
     parser.add_argument("--max-sessions", type=int, default=_DEFAULTS.max_sessions)
@@ -43,16 +50,19 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def build_registry(specs: list[str], names: list[str]) -> EnvironmentRegistry:
+def build_registry(specs: list[str], names: list[str], openenv: list[str] | None = None) -> EnvironmentRegistry:
     """Import the environments of the command line.
 
     Args:
         specs: `package.module:Class`, or `name=package.module:Class`.
         names: Names for the specs that carry none, in order; the class name where there are too few.
+        openenv: `name=URL` of OpenEnv servers.
 
     Raises:
-        ValueError: A spec cannot be imported, or a name is left over or taken twice.
+        ValueError: There is nothing to serve, a spec cannot be imported, or a name is left over or taken twice.
     """
+    if not specs and not openenv:
+        raise ValueError("nothing to serve: name a class as PACKAGE.MODULE:CLASS, or an OpenEnv server with --openenv")
     registry = EnvironmentRegistry()
     left = list(names)
     for spec in specs:
@@ -63,6 +73,12 @@ def build_registry(specs: list[str], names: list[str]) -> EnvironmentRegistry:
         registry.register(name, factory)
     if left:
         raise ValueError(f"--name {left[0]}: there is no environment left to carry it")
+    for spec in openenv or []:
+        # Imported here: nothing else of the service needs an HTTP client.
+        from recipe.agent_env.env_service.openenv_adapter import serve_openenv
+
+        name, _, url = spec.partition("=")
+        registry.register(name, serve_openenv(url))
     return registry
 
 
@@ -106,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     args = build_parser().parse_args(arguments)
     try:
-        registry = build_registry(args.environments, args.name)
+        registry = build_registry(args.environments, args.name, args.openenv)
         settings = ServiceSettings(
             max_sessions=args.max_sessions,
             queue_wait_s=args.queue_wait_s,

@@ -354,6 +354,8 @@ class SessionStore:
             ) from None
         except Exception as error:
             close_late()
+            if isinstance(error, ServiceError):
+                raise  # an environment behind another service, which has no place left
             if isinstance(error, ValueError):
                 raise ServiceError(422, "bad_options", f"{env_name}: {error}") from None
             self.counters.add("crashed")
