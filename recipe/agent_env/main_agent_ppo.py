@@ -52,11 +52,13 @@ def run(config: DictConfig) -> None:
     from verl.utils.config import validate_config
 
     from recipe.agent_env.agent_task_runner import AgentTaskRunner
+    from recipe.agent_env.progress_display import ProgressDisplay
 
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     signal.signal(signal.SIGTERM, _raise_interrupt)
     try:
-        run_ppo(config, task_runner_class=AgentTaskRunner)
+        with ProgressDisplay():
+            run_ppo(config, task_runner_class=AgentTaskRunner)
     except (KeyboardInterrupt, SystemExit):  # Ray turns SIGTERM into SystemExit where it was started last
         _close_environments()
         sys.exit(130)
@@ -73,9 +75,11 @@ def _close_environments() -> None:
     """Ask every agent worker of this run to close what it has open; a broken-off trainer cannot."""
     import ray
 
+    from recipe.agent_env.progress_display import WORKER_NAME
+
     if not ray.is_initialized():
         return
-    names = [name for name in ray.util.list_named_actors() if name.startswith("agent_loop_worker_")]
+    names = [name for name in ray.util.list_named_actors() if name.startswith(WORKER_NAME)]
     pending = [ray.get_actor(name).close.remote() for name in names]
     done, late = ray.wait(pending, num_returns=len(pending), timeout=_CLOSE_TIMEOUT_S) if pending else ([], [])
     if late:

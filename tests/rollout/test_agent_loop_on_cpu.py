@@ -1,6 +1,7 @@
 # Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The meeting point with verl's agent loop: what the engine is asked, who plays which row, when a batch is refused."""
 
+import inspect
 import logging
 import time
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from recipe.agent_env.agent_dataset import PromptTooLongError
+from recipe.agent_env.progress_display import WORKER_NAME
 from recipe.agent_env.prompt_styles import get_prompt_style
 from recipe.agent_env.prompt_styles.qwen2_5 import Qwen25Style
 from recipe.agent_env.rollout.agent_loop import (
@@ -29,6 +31,7 @@ from recipe.agent_env.rollout.agent_loop import (
     _rows_to_play,
 )
 from recipe.agent_env.rollout.episode import EndReason, EngineError, EngineLostError
+from recipe.agent_env.rollout.progress import RolloutProgress
 from tests.prompt_styles.tokenizers import qwen2_5_tokenizer, small_tokenizer, template
 from tests.rollout.episodes import make_episode
 from tests.rollout.scripted_policy import decode, encode
@@ -51,7 +54,7 @@ class FakeClient:
 def make_sampler(answer, style=None) -> tuple[EngineSampler, FakeClient]:
     client = FakeClient(answer)
     style = style or SimpleNamespace(stop_token_ids=[9], stop=[])
-    return EngineSampler(client, {"temperature": 0.5}, style=style, priority=3), client
+    return EngineSampler(client, {"temperature": 0.5}, style=style, priority=3, progress=RolloutProgress()), client
 
 
 async def test_engine_is_asked_with_ids_and_answers_with_ids():
@@ -209,6 +212,18 @@ async def test_any_number_of_rows_on_any_number_of_workers(num_rows, num_workers
     shares = [sum(worker.num_rows) for worker in manager.agent_loop_workers]
     assert sum(shares) == num_rows and max(shares) - min(shares) <= 1
     assert output.meta_info["timing"]["agent_loop/generate_sequences/mean"] == 0.0
+
+
+def test_workers_have_the_name_by_which_the_progress_display_finds_them():
+    assert f'name=f"{WORKER_NAME}{{i}}"' in inspect.getsource(EnvAgentLoopManager._init_agent_loop_workers)
+
+
+async def test_each_rollout_is_summed_up_in_one_line(capsys):
+    prompts = make_prompts(3)
+    prompts.meta_info["global_steps"] = 12
+    await make_manager(2).generate_sequences(prompts)
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("step 12 rollout: 3 episodes in ") and line.endswith("; ended as 3 terminated")
 
 
 def failing(num_failed: int):

@@ -36,6 +36,7 @@ from recipe.agent_env.rollout.episode import (
     SampledReply,
     play_episode,
 )
+from recipe.agent_env.rollout.progress import RolloutProgress, summary_line
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
@@ -61,6 +62,7 @@ class EngineSampler:
         sampling_params: Temperature and the like, as verl's worker composed them.
         style: Names the token ids and strings that end a reply.
         priority: Of vLLM's scheduler; lower is first.
+        progress: Counts what is sampled.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class EngineSampler:
         *,
         style: PromptStyle,
         priority: int,
+        progress: RolloutProgress,
     ):
         self._llm_client = llm_client
         self._sampling_params = {**sampling_params, "stop_token_ids": list(style.stop_token_ids)}
@@ -78,6 +81,7 @@ class EngineSampler:
             self._sampling_params |= {"stop": list(style.stop), "skip_special_tokens": False}
         self._request_id = uuid4().hex
         self._priority = priority
+        self._progress = progress
 
     async def __call__(self, context_ids: list[int], max_tokens: int, turn: int) -> SampledReply:
         """Sample one reply.
@@ -100,6 +104,7 @@ class EngineSampler:
             raise EngineError(f"the inference engine failed on turn {turn + 1}: {type(exc).__name__}: {exc}") from exc
         if output.stop_reason == "aborted":
             raise EngineError(f"the inference engine aborted the request of turn {turn + 1}")
+        self._progress.count_reply(len(output.token_ids))
         return SampledReply(
             ids=list(output.token_ids),
             log_probs=list(output.log_probs) if output.log_probs else None,
@@ -133,6 +138,11 @@ class EnvAgentLoopWorker(AgentLoopWorker):
         self._client_config = env_client_config(config, num_sharers=num_workers)
         self._client: AsyncEnvClient | None = None
         self._deadline: float | None = None
+        self._progress = RolloutProgress()
+
+    async def progress(self) -> dict[str, int]:
+        """What is counted of the present rollout, or of the last one; see `RolloutProgress`."""
+        return self._progress.snapshot()
 
     async def generate_sequences(self, batch: DataProto) -> list[Episode]:
         """Play one episode per row.
@@ -147,6 +157,7 @@ class EnvAgentLoopWorker(AgentLoopWorker):
             self._client = AsyncEnvClient(self._client_config)
         limit_s = self.config.env.batch_timeout_s
         self._deadline = None if limit_s is None else time.monotonic() + limit_s
+        self._progress.begin(len(batch))
         return await super().generate_sequences(batch)
 
     async def _run_agent_loop(
@@ -159,21 +170,25 @@ class EnvAgentLoopWorker(AgentLoopWorker):
         **row: Any,
     ) -> Episode:
         assert self._client is not None
-        with rollout_trace_attr(
-            step=trajectory["step"],
-            sample_index=trajectory["sample_index"],
-            rollout_n=int(row[ROLLOUT_INDEX_KEY]),
-            validate=trajectory["validate"],
-            name="agent_loop",
-            trace=trace,
+        with (
+            rollout_trace_attr(
+                step=trajectory["step"],
+                sample_index=trajectory["sample_index"],
+                rollout_n=int(row[ROLLOUT_INDEX_KEY]),
+                validate=trajectory["validate"],
+                name="agent_loop",
+                trace=trace,
+            ),
+            self._progress.episode() as played,
         ):
             sampler = EngineSampler(
                 self.llm_client,
                 sampling_params,
                 style=self._episode_tokenizer.style,
                 priority=int(row["priority"]),
+                progress=self._progress,
             )
-            return await play_episode(
+            episode = await play_episode(
                 EpisodeSpec(env_name=row["env_name"], seed=int(row["seed"]), env_kwargs=row["env_kwargs"]),
                 client=self._client,
                 tokenizer=self._episode_tokenizer,
@@ -181,6 +196,8 @@ class EnvAgentLoopWorker(AgentLoopWorker):
                 rules=self._rules,
                 deadline=self._deadline,
             )
+            played.append(episode)
+            return episode
 
     def _postprocess(
         self, inputs: list[Episode], input_non_tensor_batch: dict | None = None, validate: bool = False
@@ -225,6 +242,7 @@ class EnvAgentLoopManager(AgentLoopManager):
         num_repeats = self.rollout_config.val_kwargs.n if prompts.meta_info.get("validate") else None
         played, source = _rows_to_play(columns["index"], columns[ROLLOUT_INDEX_KEY], num_repeats)
         shares = [share for share in np.array_split(played, len(self.agent_loop_workers)) if len(share)]
+        started = time.monotonic()
         results = await asyncio.gather(
             *[
                 worker.generate_sequences.remote(prompts.select_idxs(share))
@@ -232,6 +250,7 @@ class EnvAgentLoopManager(AgentLoopManager):
             ]
         )
         played_episodes = [episode for result in results for episode in result]
+        print(summary_line(played_episodes, time.monotonic() - started, prompts.meta_info), flush=True)
         episodes = [played_episodes[i] for i in source]
         self._stop_on_outage(episodes)
         self._stop_on_useless_data(episodes)
