@@ -116,7 +116,9 @@ async def test_vllm_ends_a_turn_at_a_stop_string(stop):
     """P15: up to the token that completes the string, all of it kept; a special token is found by its name too."""
     would_sample = encode(f"go <action>up{stop} and on and on<|im_end|>")
     style = Qwen25Style(qwen2_5_tokenizer(), stop=[stop])
-    sampler = EngineSampler(VllmClient(style.tokenizer, would_sample), {}, style=style, priority=0)
+    sampler = EngineSampler(
+        VllmClient(style.tokenizer, would_sample), {}, style=style, priority=0, progress=RolloutProgress()
+    )
     reply = await sampler(encode("<|im_start|>assistant\n"), 64, 0)
     assert reply.ids == would_sample[: len(reply.ids)]
     assert stop in decode(reply.ids) and stop not in decode(reply.ids[:-1])
@@ -260,9 +262,11 @@ async def test_batch_has_its_own_deadline(monkeypatch, limit_s):
     worker.config = OmegaConf.create({"env": {"batch_timeout_s": limit_s}})
     worker._client, worker._rules, worker.llm_client = object(), object(), object()
     worker._episode_tokenizer = SimpleNamespace(style=SimpleNamespace(stop_token_ids=[9], stop=[]))
+    worker._progress = RolloutProgress()
     for now in (100.0, 500.0):
         monkeypatch.setattr(time, "monotonic", lambda now=now: now)
-        await worker.generate_sequences(None)
+        await worker.generate_sequences([None])
+        assert (worker._progress.num_rows, worker._progress.num_finished) == (1, 1)
     assert deadlines == ([None, None] if limit_s is None else [160.0, 560.0])
 
 
