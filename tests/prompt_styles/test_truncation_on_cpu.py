@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from recipe.agent_env.prompt_styles import DEFAULT_MARKER, PromptStyleError
+from recipe.agent_env.prompt_styles import DEFAULT_MARKER, PromptStyleError, get_prompt_style
+from recipe.agent_env.prompt_styles import encoder as encoder_module
 from recipe.agent_env.prompt_styles.encoder import without_surrogates
 from recipe.agent_env.prompt_styles.token_lengths import chars_per_token
 from tests.prompt_styles.families import FAMILIES
+from tests.prompt_styles.tokenizers import qwen2_5_tokenizer
 
 STYLES = pytest.mark.parametrize("family", [FAMILIES[0], FAMILIES[5], FAMILIES[6]], ids=lambda family: family.name)
 SIDES = pytest.mark.parametrize("side", ["left", "right", "middle"])
@@ -251,3 +253,11 @@ def test_length_that_says_enough_is_exact():
     for text, bound in (("a" * 2 * longest, 2), ("é" * 4 * longest, 2), ("\ud83d\ude00" * 4 * longest, 2)):
         assert not style.is_surely_longer(text, bound)
         assert style.is_surely_longer(text + text[-2:] + text[0], bound)
+
+
+def test_short_text_does_not_cost_a_look_at_the_vocabulary(monkeypatch):
+    """It takes a tenth of a second, and would be paid while other episodes wait."""
+    style = get_prompt_style("qwen2_5")(qwen2_5_tokenizer())
+    monkeypatch.setattr(encoder_module, "chars_per_token", lambda *_: pytest.fail("the vocabulary was looked through"))
+    assert style.ends_of_huge("a" * 204, 100) == "a" * 204
+    assert not style.is_surely_longer("a" * 100, 100)

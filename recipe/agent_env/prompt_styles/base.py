@@ -174,6 +174,8 @@ class PromptStyle(ABC):
     def is_surely_longer(self, text: str, max_tokens: int) -> bool:
         """Whether the length of a text alone says that it has more than `max_tokens` tokens."""
         text = without_surrogates(text)
+        if len(text) <= max_tokens:
+            return False
         bound = self._encoder.max_chars(text, max_tokens)
         return bound is not None and len(text) > bound
 

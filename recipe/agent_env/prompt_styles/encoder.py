@@ -171,7 +171,10 @@ class PieceEncoder:
         return [(start - shift, end - shift) for start, end in offsets]
 
     def max_chars(self, text: str, max_tokens: int) -> int | None:
-        """Characters that `max_tokens` tokens of this text can stand for at most; None where there is no bound."""
+        """Characters that `max_tokens` tokens of this text can stand for at most; None where there is no bound.
+
+        The first call looks through the vocabulary, which takes a fraction of a second.
+        """
         if self._chars_per_token is None:
             return None
         in_ascii, in_any = self._chars_per_token

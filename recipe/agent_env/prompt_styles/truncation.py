@@ -57,6 +57,8 @@ def truncate(encoder: PieceEncoder, text: str, max_tokens: int, side: Side, mark
 def ends_of_huge(encoder: PieceEncoder, text: str, max_tokens: int) -> str:
     """Both ends of a text that is sure to have more than `max_tokens` tokens; see `PromptStyle.ends_of_huge`."""
     text = without_surrogates(text)
+    if len(text) <= 2 * (max_tokens + 2):  # fits, however long a token may be
+        return text
     window = encoder.max_chars(text, max_tokens + 1)
     if window is None or len(text) <= 2 * (window + 1):
         return text
