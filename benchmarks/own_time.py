@@ -17,7 +17,6 @@ import wrapt
 
 _RECORD = os.environ.get("OWN_TIME_RECORD")
 _TIMED = {
-    "recipe.agent_env.config_checks": ["finish_config"],
     "recipe.agent_env.agent_dataset": ["AgentDataset.__init__", "EpisodeTokenizer.from_config"],
     "recipe.agent_env.client.async_face": ["AsyncEnvClient.__init__", "AsyncEnvClient.open"],
     "recipe.agent_env.rollout.agent_loop": [

@@ -214,7 +214,7 @@ def cpu_seconds(pid: int) -> float:
 def measure(quick: bool) -> list[Figure]:
     """Throughput against the bare handler, then thousands of sessions."""
     allow_many_connections(4096)
-    figures = throughput(num_callers=64, num_steps=30 if quick else 150)
+    figures = throughput(num_callers=64, num_steps=20 if quick else 60)
     figures.append(many_sessions(256 if quick else 2048))
     figures.append(full_service(512 if quick else 4096))
     return figures

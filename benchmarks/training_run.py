@@ -27,7 +27,6 @@ _STEP_PARTS = {
     *own_time.PATCHED,
 }
 _START_PARTS = {
-    "config checks": "finish_config",
     "data set": "AgentDataset.__init__",
     "prompt style": "EpisodeTokenizer.from_config",
     "client": "AsyncEnvClient.__init__",
@@ -38,25 +37,40 @@ _PROCESSES_IN_A_ROW = 3
 """Entrypoint, task runner and agent worker: each imports our modules, one after the other."""
 
 
-def _import_in_child(pipe: Any) -> None:
+def _start_in_child(pipe: Any, overrides: list[str]) -> None:
     started = time.process_time()
     for name in _OUR_MODULES:
         importlib.import_module(name)
-    pipe.send(time.process_time() - started)
+    import_s = time.process_time() - started
+
+    from hydra import compose, initialize_config_module
+
+    from recipe.agent_env.config_checks import finish_config
+
+    with initialize_config_module("recipe.agent_env.config", version_base=None):
+        config = compose("agent_ppo_trainer", overrides=["+platform=cpu", *overrides])
+    started = time.process_time()
+    finish_config(config)
+    pipe.send((import_s, time.process_time() - started))
 
 
-def import_s() -> float:
-    """Processor time of importing our modules into a process that has verl's, in seconds."""
+def start_costs(overrides: list[str]) -> tuple[float, float]:
+    """What a process that has verl's modules pays for ours, in seconds of processor time.
+
+    Returns:
+        import_s: Importing our modules.
+        checks_s: Finishing and checking the config of the run.
+    """
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
-    child = context.Process(target=_import_in_child, args=(there,))
+    child = context.Process(target=_start_in_child, args=(there, overrides))
     child.start()
-    seconds = float(here.recv())
+    import_s, checks_s = here.recv()
     child.join()
-    return seconds
+    return import_s, checks_s
 
 
-def train(folder: Path) -> tuple[dict[int, dict[str, float]], list[dict[str, Any]], float]:
+def train(folder: Path, overrides: list[str]) -> tuple[dict[int, dict[str, float]], list[dict[str, Any]], float]:
     """Train for a few steps.
 
     Returns:
@@ -64,44 +78,55 @@ def train(folder: Path) -> tuple[dict[int, dict[str, float]], list[dict[str, Any
         events: What `own_time` wrote.
         started: When the command was given, seconds since 1970.
     """
+    from tests.e2e.runs import run
+
+    record = folder / "own_time.jsonl"
+    plugins = "recipe.agent_env.platform_cpu,benchmarks.own_time"
+    variables = "ray_kwargs.ray_init.runtime_env.env_vars"
+    started = time.time()
+    done = run(
+        folder / "run",
+        *overrides,
+        f"{variables}.VERL_USE_EXTERNAL_MODULES='{plugins}'",
+        f"+{variables}.OWN_TIME_RECORD={record}",
+        limit_s=1500.0,
+    )
+    return done.metrics, [json.loads(line) for line in record.read_text().splitlines()], started
+
+
+def make_material(folder: Path) -> Any:
+    """Rooms, and a policy that writes calls."""
     from examples.sokoban.curate_data import main as curate
     from tests.e2e.conftest import Material
-    from tests.e2e.runs import run, sokoban_service
     from tests.e2e.talking_policy import make_talking_policy
 
     curate(["--out-dir", str(folder), "--num-train", "64", "--num-test", "4", "--dim", "6", "6", "--quiet"])
     make_talking_policy(folder / "model")
-    material = Material(model=folder / "model", train_file=folder / "train.parquet", test_file=folder / "test.parquet")
-    record = folder / "own_time.jsonl"
-    plugins = "recipe.agent_env.platform_cpu,benchmarks.own_time"
-    variables = "ray_kwargs.ray_init.runtime_env.env_vars"
-    with sokoban_service(folder) as service:
-        started = time.time()
-        done = run(
-            folder / "run",
-            *material.overrides(service.url),
-            "algorithm.adv_estimator=gae",
-            "data.train_batch_size=8",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-            f"trainer.total_training_steps={_NUM_STEPS}",
-            "trainer.test_freq=-1",
-            f"{variables}.VERL_USE_EXTERNAL_MODULES='{plugins}'",
-            f"+{variables}.OWN_TIME_RECORD={record}",
-            limit_s=1200.0,
-        )
-        events = [json.loads(line) for line in record.read_text().splitlines()]
-    return done.metrics, events, started
+    return Material(model=folder / "model", train_file=folder / "train.parquet", test_file=folder / "test.parquet")
 
 
 def measure(quick: bool) -> list[Figure]:
     """One run, whatever `quick` says."""
-    for name in _VERL_MODULES:
-        importlib.import_module(name)
-    imports = [import_s() for _ in range(5)]
-    with tempfile.TemporaryDirectory() as folder:
-        metrics, events, started = train(Path(folder))
+    from tests.e2e.runs import sokoban_service
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        material = make_material(folder)
+        with sokoban_service(folder) as service:
+            overrides = [
+                *material.overrides(service.url),
+                "algorithm.adv_estimator=gae",
+                "data.train_batch_size=8",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+                f"trainer.total_training_steps={_NUM_STEPS}",
+                "trainer.test_freq=-1",
+            ]
+            metrics, events, started = train(folder, overrides)
+        for module in _VERL_MODULES:
+            importlib.import_module(module)
+        costs = [start_costs(overrides) for _ in range(5)]
     steps = [metrics[step] for step in sorted(metrics) if "timing_s/step" in metrics[step]]
-    return [prefix_reuse(steps), own_share(steps, events), start_up(imports, events, started)]
+    return [prefix_reuse(steps), own_share(steps, events), start_up(costs, events, started)]
 
 
 def prefix_reuse(steps: list[dict[str, float]]) -> Figure:
@@ -138,13 +163,13 @@ def own_share(steps: list[dict[str, float]], events: list[dict[str, Any]]) -> Fi
     )
 
 
-def start_up(imports: list[float], events: list[dict[str, Any]], started: float) -> Figure:
+def start_up(costs: list[tuple[float, float]], events: list[dict[str, Any]], started: float) -> Figure:
     """What we add to verl's own start, and the whole way from command to first episode."""
     first: dict[str, dict[str, Any]] = {}
     for event in sorted(events, key=lambda event: event["started"]):
         first.setdefault(event["name"], event)
     parts = {what: first[name]["cpu_s"] for what, name in _START_PARTS.items() if name in first}
-    added = [_PROCESSES_IN_A_ROW * seconds + sum(parts.values()) for seconds in imports]
+    added = [_PROCESSES_IN_A_ROW * import_s + checks_s + sum(parts.values()) for import_s, checks_s in costs]
     timeline = {
         "command_to_task_runner_s": first["AgentTaskRunnerBase.run"]["started"] - started,
         "build_trainer_s": first["AgentTaskRunnerBase.build_trainer"]["wall_s"],
@@ -160,7 +185,8 @@ def start_up(imports: list[float], events: list[dict[str, Any]], started: float)
         baseline=[2.0] * len(added),
         goal="< 1.0",
         details={
-            "imports_per_process_s": statistics.median(imports),
+            "imports_per_process_s": statistics.median(import_s for import_s, _ in costs),
+            "config checks_s": statistics.median(checks_s for _, checks_s in costs),
             **{f"{what}_s": seconds for what, seconds in parts.items()},
             **timeline,
         },
