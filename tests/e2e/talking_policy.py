@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from tokenizers import AddedToken
 
 from examples.sokoban.sokoban_env import TOOLS, SokobanEnv
 from examples.tiny_model import build_model, build_tokenizer
@@ -31,6 +32,7 @@ def make_talking_policy(
     seed: int = 0,
     say: Callable[[random.Random], str] = _move,
     frames: Sequence[str] = ("# # - @ $ .\n" * 3, SokobanEnv().task_prompt, json.dumps(TOOLS)),
+    tokens: Sequence[str] = (),
 ) -> None:
     """Write a model folder.
 
@@ -39,11 +41,13 @@ def make_talking_policy(
         seed: Of the weights and the moves.
         say: Makes one reply.
         frames: Texts that the policy reads besides its own replies; its vocabulary is made from both.
+        tokens: Texts that are one token each, for replies in which more than the last token decides what comes next.
     """
     torch.set_num_threads(1)  # the matrices are tiny, and threads that wait for each other slow a busy machine down
     rng = random.Random(seed)
     texts = [*(say(rng) for _ in range(300)), "user tool_response system", *frames]
     tokenizer = build_tokenizer(texts, vocab_size=1024)
+    tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in tokens])
     model = build_model(tokenizer, hidden_size=64, num_layers=2, num_heads=2, seed=seed)
     attention = [layer.self_attn.o_proj.weight for layer in model.model.layers]
     for weight in attention:
