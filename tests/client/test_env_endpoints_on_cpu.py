@@ -11,7 +11,7 @@ import pytest
 
 from recipe.agent_env.client.answers import read_num_free
 from recipe.agent_env.client.endpoints import EndpointChooser
-from recipe.agent_env.env_client import EnvCrashedError, EnvError, EnvUnreachableError
+from recipe.agent_env.env_client import EnvCrashedError, EnvError, EnvRejectedError, EnvUnreachableError
 from tests.client.env_client_faces import ACTION, FACES, connect
 from tests.env_service.service import serve
 from tests.env_service.toy_envs import EchoEnv
@@ -100,6 +100,12 @@ def test_failures_of_one_outage_count_once(clock):
     assert choose(chooser, 3) == {B: 3}
     clock.now += 1.01
     assert choose(chooser, 1) == {A: 1}
+
+
+def test_service_that_refuses_a_bad_row_stays_in(clock):
+    chooser = EndpointChooser([A, B], clock)
+    for endpoint in (A, B, A):
+        assert fail(chooser, EnvRejectedError("bad env_kwargs", status=422)) == endpoint
 
 
 def test_full_service_is_left_out_for_a_second_only(clock):

@@ -1,6 +1,7 @@
 # Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The meeting point with verl's agent loop: what the engine is asked, who plays which row, when a batch is refused."""
 
+import asyncio
 import inspect
 import logging
 import time
@@ -240,6 +241,32 @@ async def test_outage_stops_the_run_above_the_limit_and_warns_below(caplog):
         output = await make_manager(2, failing(2)).generate_sequences(make_prompts(4))
     assert "2 of 4 episodes failed (50%)" in caplog.text
     assert output.non_tensor_batch["is_failed"].tolist() == [True, True, False, False]
+
+
+class ClosingWorker:
+    """Notes that it was closed, or is gone."""
+
+    def __init__(self, error: Exception | None = None):
+        self.close = SimpleNamespace(remote=self._close)
+        self.is_closed = False
+        self._error = error
+
+    async def _close(self):
+        if self._error is not None:
+            raise self._error
+        await asyncio.sleep(0.01)
+        self.is_closed = True
+
+
+async def test_worker_that_is_gone_does_not_keep_the_others_from_closing(caplog):
+    """P71: what ended the run may be the death of one worker; its error must not be replaced by another one."""
+    manager = make_manager(0)
+    others = [ClosingWorker(), ClosingWorker()]
+    manager.agent_loop_workers = [others[0], ClosingWorker(ray.exceptions.RayActorError()), others[1]]
+    with caplog.at_level(logging.WARNING):
+        await manager.close()
+    assert [worker.is_closed for worker in others] == [True, True]
+    assert "left its environments to the service's idle limit" in caplog.text
 
 
 @pytest.mark.parametrize("limit_s", [None, 60.0])

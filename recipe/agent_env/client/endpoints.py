@@ -24,6 +24,8 @@ _REPORT_INTERVAL_S = 2.0
 """A report of free places older than this is asked for again."""
 _SILENT_INTERVAL_S = 30.0
 """A service that reported nothing is asked again after this."""
+_REFUSALS = frozenset({400, 422})
+"""Answers that are about the request's own content, as a bad data row gets them anywhere."""
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
 
@@ -88,9 +90,12 @@ class EndpointChooser:
         self._count(self._services[endpoint], -1)
 
     def note_failure(self, endpoint: str, failure: EnvError) -> None:
-        """Leave a service out for a while. Calls that were under way when it failed do not make that longer."""
+        """Leave a service out for a while, unless it only refused what was asked.
+
+        Calls that were under way when it failed do not make that longer.
+        """
         service = self._services[endpoint]
-        if not self._is_in(service):
+        if failure.status in _REFUSALS or not self._is_in(service):
             return
         pause_s = _FIRST_PAUSE_S
         if not failure.is_busy:

@@ -284,8 +284,11 @@ class EnvAgentLoopManager(AgentLoopManager):
 
     @auto_await
     async def close(self) -> None:
-        """Close every environment that a worker still holds."""
-        await asyncio.gather(*[worker.close.remote() for worker in self.agent_loop_workers])
+        """Close every environment that a worker still holds. A worker that is gone does not keep the others from it."""
+        closing = [worker.close.remote() for worker in self.agent_loop_workers]
+        for result in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(result, Exception):
+                logger.warning("an agent worker left its environments to the service's idle limit: %s", result)
 
 
 def _rollout_indices(row_indices: np.ndarray) -> np.ndarray:
