@@ -31,7 +31,7 @@ from examples.sokoban.warm_start import WarmStartConfig, warm_start
 
 _ROOT = Path(__file__).resolve().parents[2]
 _ROOMS = curate_data.CurationConfig(
-    num_train=4000, num_test=100, dim=(6, 6), num_boxes=1, max_steps=8, min_solution=2, max_solution=6
+    num_train=4000, num_test=100, dim=(7, 5), num_boxes=1, max_steps=8, min_solution=2, max_solution=6, seed=2027
 )
 _SERVICE_LINE = re.compile(r"serving .* at (http://\S+)")
 _SERVICE_START_S = 60.0
@@ -62,7 +62,7 @@ class Plan:
 
 
 FAST = Plan(demonstrations=2400, steps=6, episodes_per_step=64, test_freq=100)
-LEARN = Plan(demonstrations=3200, steps=80, episodes_per_step=64, test_freq=20)
+LEARN = Plan(demonstrations=4000, steps=30, episodes_per_step=128, test_freq=10)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

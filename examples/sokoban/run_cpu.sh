@@ -19,15 +19,17 @@ SEED=${SEED:-1}
 
 # What is learned from.
 ALGO=${ALGO:-ppo}
-STEPS=${STEPS:-60}
-EPISODES_PER_STEP=${EPISODES_PER_STEP:-64}
+STEPS=${STEPS:-30}
+EPISODES_PER_STEP=${EPISODES_PER_STEP:-128}
 MAX_STEPS=${MAX_STEPS:-8}
 
 # How.
-ACTOR_LR=${ACTOR_LR:-6e-4}
-CRITIC_LR=${CRITIC_LR:-2e-3}
-MINI_BATCH=${MINI_BATCH:-16}
-MICRO_BATCH=${MICRO_BATCH:-16}
+ACTOR_LR=${ACTOR_LR:-3e-4}
+CRITIC_LR=${CRITIC_LR:-1e-3}
+LR_WARMUP_STEPS=${LR_WARMUP_STEPS:-3}
+MINI_BATCH=${MINI_BATCH:-32}
+MICRO_BATCH=${MICRO_BATCH:-32}
+CRITIC_MINI_BATCH=${CRITIC_MINI_BATCH:-16}
 GROUP_SIZE=${GROUP_SIZE:-8}
 TEST_FREQ=${TEST_FREQ:-10}
 
@@ -62,7 +64,7 @@ esac
 
 if [[ ! -f ${DATA_DIR}/train.parquet ]]; then
     "${PYTHON}" -m examples.sokoban.curate_data --out-dir "${DATA_DIR}" --num-train 4000 --num-test 100 \
-        --dim 6 6 --boxes 1 --max-steps "${MAX_STEPS}" --min-solution 2 --max-solution 6
+        --dim 7 5 --boxes 1 --max-steps "${MAX_STEPS}" --min-solution 2 --max-solution 6
 fi
 if [[ ! -f ${MODEL}/config.json ]]; then
     "${PYTHON}" -m examples.sokoban.warm_start "${MODEL}" --train-file "${DATA_DIR}/train.parquet" --seed "${SEED}"
@@ -87,6 +89,7 @@ exec "${PYTHON}" -m recipe.agent_env.main_agent_ppo \
     actor_rollout_ref.model.tokenizer_path="${TOKENIZER}" \
     +actor_rollout_ref.rollout.engine_kwargs.vllm.tokenizer="${TOKENIZER}" \
     actor_rollout_ref.actor.optim.lr="${ACTOR_LR}" \
+    actor_rollout_ref.actor.optim.lr_warmup_steps="${LR_WARMUP_STEPS}" \
     actor_rollout_ref.actor.ppo_mini_batch_size="${MINI_BATCH}" \
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu="${MICRO_BATCH}" \
     actor_rollout_ref.actor.use_kl_loss=False \
@@ -99,7 +102,8 @@ exec "${PYTHON}" -m recipe.agent_env.main_agent_ppo \
     critic.model.tokenizer_path="${TOKENIZER}" \
     critic.optim.lr="${CRITIC_LR}" \
     critic.cliprange_value=10 \
-    critic.ppo_micro_batch_size_per_gpu="${MICRO_BATCH}" \
+    critic.ppo_mini_batch_size="${CRITIC_MINI_BATCH}" \
+    critic.ppo_micro_batch_size_per_gpu="${CRITIC_MINI_BATCH}" \
     critic.data_loader_seed="${SEED}" \
     critic.fsdp.seed="${SEED}" \
     trainer.critic_warmup=0 \

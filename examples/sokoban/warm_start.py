@@ -58,7 +58,7 @@ class WarmStartConfig:
     seed: int = 0
     """Of the demonstrator's errors, the weights and the order of episodes."""
 
-    num_episodes: int = 3200
+    num_episodes: int = 4000
     """Demonstrated episodes, each in a room of its own as far as there are rooms."""
 
     num_epochs: int = 1
@@ -70,7 +70,7 @@ class WarmStartConfig:
     learning_rate: float = 2e-3
     """Highest rate of AdamW; rises over the first tenth and falls to nothing."""
 
-    error_rate: float = 0.4
+    error_rate: float = 0.5
     """Share of the demonstrator's actions that are drawn at random."""
 
     vocab_size: int = 2048
@@ -133,10 +133,15 @@ def demonstrate(spec: EpisodeSpec, error_rate: float, rng: random.Random) -> Dem
     observations: list[list[Message]] = []
     actions: list[str] = []
     is_over = is_cut = False
+    plans: dict[rules.Room, solver.Plan | None] = {}
     while not (is_over or is_cut):
         assert not isinstance(observation, str), "the game answers with messages"
         observations.append(observation)
-        plan = None if rng.random() < error_rate else solver.solve(env.room)
+        plan = None
+        if rng.random() >= error_rate:
+            if env.room not in plans:
+                plans[env.room] = solver.solve(env.room)
+            plan = plans[env.room]
         # No plan: a box is stuck in a corner, all is lost.
         actions.append(plan[0] if plan else rng.choice(ACTIONS))
         observation, _, is_over, is_cut, _ = env.step(call_message(actions[-1]))
