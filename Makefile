@@ -18,8 +18,8 @@ setup:  ## make .venv for a machine without a GPU (PYTHON=python3.12 picks anoth
 demo: setup  ## train a small agent on Sokoban on the CPU; ends in outputs/demo/summary.json (ALGO=grpo for GRPO)
 	$(PY) -m examples.sokoban.demo $(if $(ALGO),--algo $(ALGO))
 
-demo-learn: setup  ## the same with as many steps as it takes to see it learn
-	$(PY) -m examples.sokoban.demo --learn $(if $(ALGO),--algo $(ALGO))
+demo-learn: setup  ## the same with as many steps as it takes to see it learn (SEED=2 for another start)
+	$(PY) -m examples.sokoban.demo --learn $(if $(ALGO),--algo $(ALGO)) $(if $(SEED),--seed $(SEED))
 
 test: setup  ## all tests; the end-to-end ones last
 	$(PY) -m pytest -m "not e2e"

@@ -19,8 +19,8 @@ DECODINGS = ("sampled", "greedy")
 
 
 NUM_PLAYS = {"sampled": 4, "greedy": 1}
-"""How often each room is played. One sample of 100 rooms has a standard error of up to 5 points, four of 2.5 or a little
-more; the greedy policy plays a room the same way each time."""
+"""How often each room is played. One sample of 100 rooms has a standard error of up to 5 points, four some 2.5; the
+greedy policy plays a room the same way each time."""
 
 
 def validation_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
