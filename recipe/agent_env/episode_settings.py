@@ -27,6 +27,7 @@ def episode_rules(config: DictConfig) -> EpisodeRules:
         overlong_reward=config.env.overlong_reward,
         masked_end_reasons=frozenset(EndReason(word) for word in config.env.masked_end_reasons),
         bootstrap_on_truncation=config.env.bootstrap_on_truncation,
+        record_renderings=config.env.record_renderings,
     )
 
 

@@ -72,6 +72,7 @@ class Played:
             "episode_return": self.episode.episode_return,
             "num_restarts": self.episode.num_restarts,
             "failure": self.episode.failure,
+            "renderings": self.episode.renderings,
             "input": self.conversation.prompt,
             "turns": [
                 {"reply": turn.reply, "observation": turn.observation, "reward": reward}
@@ -223,6 +224,7 @@ def build_parser() -> argparse.ArgumentParser:
     rules.add_argument("--success-key", default="success", help="env.success_key (%(default)s)")
     rules.add_argument("--success-on-termination", action="store_true", help="env.success_on_termination")
     rules.add_argument("--max-episode-restarts", type=int, default=2)
+    rules.add_argument("--renderings", action="store_true", help="env.record_renderings")
     rules.add_argument("--episode-timeout-s", type=float, default=3600.0)
     add_service_arguments(parser)
     return parser
@@ -242,6 +244,7 @@ def _rules(args: argparse.Namespace) -> EpisodeRules:
         overlong_reward=0.0,
         masked_end_reasons=frozenset(),
         bootstrap_on_truncation=False,
+        record_renderings=args.renderings,
     )
 
 

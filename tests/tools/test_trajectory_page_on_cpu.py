@@ -135,6 +135,15 @@ def test_dump_of_texts_only_is_shown_as_texts(tmp_path):
     assert page.index["columns"]["ret"] == [0.5]
 
 
+def test_renderings_of_the_environment_go_along(tmp_path):
+    page = make_page(
+        tmp_path, [make_row(0, renderings=["<b>0</b>", "", ATTACK]), make_row(1), make_row(2, renderings=[])]
+    )
+    assert page.episode(0)["renderings"] == ["<b>0</b>", "", ATTACK]
+    assert "renderings" not in page.episode(1) and "renderings" not in page.episode(2)
+    assert ATTACK not in page.html
+
+
 def test_failed_episode_without_tokens_shows_its_failure(tmp_path):
     row = make_row(end_reason="failed", failure="the service is gone", response_mask=[], turns=[], acc=None)
     page = make_page(tmp_path, [row])

@@ -24,6 +24,8 @@ class Capabilities:
     """A step sent twice with one step index is applied once and answered twice."""
     keepalive: bool = False
     """`POST /api/environment/{id}/keepalive` restarts the session's idle clock."""
+    render: bool = False
+    """`GET /api/environment/{id}/render` shows the present state to people."""
     idle_timeout_s: float | None = None
     """Seconds without a call after which the service drops a session; None: not declared."""
     name: str = ""
@@ -132,6 +134,14 @@ def read_allow_parallel(reply: dict[str, Any]) -> bool:
     return _read_flag(reply, "allow_parallel_tool_call")
 
 
+def read_render(reply: dict[str, Any]) -> str:
+    """The state for people, as text or a fragment of HTML."""
+    picture = _required(reply, "render")
+    if not isinstance(picture, str):
+        raise MalformedAnswer("'render' as text", describe(picture))
+    return picture
+
+
 def read_num_free(reply: dict[str, Any]) -> int | None:
     """Free places in a `stats` answer; None where it does not tell, since the call is no part of the protocol."""
     counts = [reply.get(key, 0) for key in ("max_sessions", "live_sessions", "waiting")]
@@ -149,6 +159,7 @@ def read_capabilities(declared: object) -> Capabilities:
     return Capabilities(
         step_dedup=declared.get("step_dedup") is True,
         keepalive=declared.get("keepalive") is True,
+        render=declared.get("render") is True,
         idle_timeout_s=float(idle) if has_idle and isinstance(idle, (int, float)) and idle < 1e9 else None,
         name=declared["name"] if isinstance(declared.get("name"), str) else "",
         version=declared["version"] if isinstance(declared.get("version"), str) else "",

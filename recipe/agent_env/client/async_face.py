@@ -27,6 +27,7 @@ from recipe.agent_env.client.answers import (
     read_allow_parallel,
     read_env_id,
     read_num_free,
+    read_render,
     read_start,
     read_step,
     read_task_prompt,
@@ -82,6 +83,25 @@ class AsyncEnvSession(SessionState):
         self.end_step()
         self._last_call_at = time.monotonic()
         return result
+
+    async def render(self) -> str:
+        """The present state for people, as text or one self-contained fragment of HTML; "" where there is none.
+
+        Raises:
+            EnvError: The service failed.
+            RuntimeError: The session is closed.
+        """
+        self.raise_if_closed(self._close_task is not None)
+        if not self.capabilities.render:
+            return ""
+        try:
+            picture = await self._client.perform(self.protocol.fetch("render", self.env_name, self.env_id), read_render)
+        except EnvError as exc:
+            if exc.status in ABSENT_CALL_STATUSES:
+                return ""
+            raise
+        self._last_call_at = time.monotonic()
+        return picture
 
     async def reset(self, *, seed: int | None = None, options: object = None) -> list[Message]:
         """Start over, and fetch prompt and tools anew, since a reset may change them. Episodes do not need it.

@@ -172,7 +172,7 @@ class EnvProtocol:
         return self._session_call("keepalive", env_name, env_id, body=b"{}", timeout_s=timeout_s, retry_time_s=0.0)
 
     def fetch(self, name: str, env_name: str, env_id: str) -> Call:
-        """One of the GETs: `task-prompt`, `tools-schema-openai`, `allow-parallel-tool-call`."""
+        """One of the GETs: `task-prompt`, `tools-schema-openai`, `allow-parallel-tool-call`, `render`."""
         return self._session_call(name, env_name, env_id, method="GET")
 
     def _service_call(self, name: str, path: str, *, timeout_s: float, retry_time_s: float) -> Call:

@@ -29,6 +29,7 @@ _EPISODE_COLUMNS = (
     "episode_return",
     "num_restarts",
     "failure",
+    "renderings",
 )
 
 

@@ -99,6 +99,8 @@ class EpisodeRules:
     """Ends whose rows carry no learning signal, besides those that never do."""
     bootstrap_on_truncation: bool
     """Whether a truncated episode keeps its last observation, so that the critic can value the state it was cut in."""
+    record_renderings: bool = False
+    """Whether each state is asked for as the environment shows it to people, for the dump."""
 
     def __post_init__(self):
         if self.on_parse_error not in ("feedback", "terminate"):
@@ -172,6 +174,8 @@ class Episode:
     """Whether `env.masked_end_reasons` keeps this played episode out of training."""
     is_bootstrapped: bool = False
     """Whether the response goes on, with mask 0, to the end of the last observation and one placeholder token."""
+    renderings: list[str] = field(default_factory=list)
+    """The start and the state after each turn, as the environment shows them to people; "" where it does not."""
 
     @property
     def is_masked(self) -> bool:
@@ -191,6 +195,7 @@ class _Attempt:
     last_info: dict[str, Any] = field(default_factory=dict)
     service: str | None = None
     is_bootstrapped: bool = False
+    renderings: list[str] = field(default_factory=list)
     stats: EpisodeStats = field(default_factory=EpisodeStats)
 
     def pay(self, reward: float) -> None:
@@ -313,10 +318,12 @@ async def _play_turns(
 ) -> EndReason:
     """Turn by turn until something ends the episode."""
     assert attempt.ledger is not None
+    await _record_rendering(attempt, session, rules)
     for turn in range(rules.max_turn):
         attempt.turn = turn + 1
         reply_ids = await _sample_turn(attempt, turn, sample=sample, rules=rules)
         observation, end_reason = await _answer_turn(attempt, session, reply_ids, tokenizer=tokenizer, rules=rules)
+        await _record_rendering(attempt, session, rules)
         if end_reason is None and turn + 1 == rules.max_turn:
             end_reason = EndReason.MAX_TURN
         if end_reason is None or (rules.bootstrap_on_truncation and end_reason in TRUNCATION_REASONS):
@@ -335,6 +342,18 @@ async def _play_turns(
             attempt.pay(rules.overlong_reward)
         return end_reason
     raise AssertionError("unreachable: the last turn returns")
+
+
+async def _record_rendering(attempt: _Attempt, session: AsyncEnvSession, rules: EpisodeRules) -> None:
+    """Ask how the state looks; a picture that fails is left out, it must not cost an episode."""
+    if not rules.record_renderings:
+        return
+    try:
+        with _Stopwatch(attempt.stats, "env_s"):
+            attempt.renderings.append(await session.render())
+    except EnvError as exc:
+        attempt.renderings.append("")
+        logger.warning("no rendering: %s", exc)
 
 
 def _keep_last_state(attempt: _Attempt, written_ids: list[int], rules: EpisodeRules) -> None:
@@ -467,6 +486,7 @@ def _finish(
         stats=attempt.stats,
         is_withheld=reason in rules.masked_end_reasons,
         is_bootstrapped=attempt.is_bootstrapped,
+        renderings=attempt.renderings,
     )
 
 

@@ -68,6 +68,8 @@ class DumpedEpisode:
     """The first prompt; empty when `prompt_tokens` has it."""
     turns: list[Turn]
     """What was said; empty when `response_tokens` has it."""
+    renderings: list[str] = field(default_factory=list)
+    """The start and the state after each turn, as the environment shows it; empty where none was recorded."""
     prompt_tokens: list[str] = field(default_factory=list)
     """Text of each prompt token, length P."""
     response_tokens: list[str] = field(default_factory=list)
@@ -186,6 +188,7 @@ def _read_episode(row: dict[str, Any], texts: TokenTexts | None) -> DumpedEpisod
         env_kwargs=row.get("env_kwargs") or {},
         prompt_text="" if tokens else str(row.get("input") or ""),
         turns=[] if tokens else turns,
+        renderings=[str(picture or "") for picture in row.get("renderings") or []],
         **tokens,
     )
 

@@ -140,6 +140,8 @@ def _add_episode(index: _Index, episode: DumpedEpisode, body: bytearray) -> dict
         maxDiff=_number(float(np.abs(diffs).max())) if diffs is not None and len(diffs) else None,
     )
     header: dict[str, Any] = {"failure": episode.failure, "kwargs": episode.env_kwargs}
+    if any(episode.renderings):
+        header["renderings"] = episode.renderings
     if not episode.response_tokens:
         header["promptText"] = episode.prompt_text
         header["turns"] = [[turn.reply, turn.observation, _number(turn.reward)] for turn in episode.turns]

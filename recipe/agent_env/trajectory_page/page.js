@@ -298,11 +298,36 @@ function partsOf(episode) {
   return parts;
 }
 
+// What the environment itself shows, before the first turn and after each.
+function withPictures(parts, pictures) {
+  if (!pictures) return parts;
+  const all = [];
+  let turn = 0;
+  const add = () => { const picture = pictures[turn]; if (picture) all.push({ kind: "picture", label: "state", picture }); };
+  for (const part of parts) {
+    if (part.kind === "policy") { add(); turn++; }
+    all.push(part);
+  }
+  add();
+  return all;
+}
+
+// HTML of an environment is shown in a frame without scripts, without network and without a way to this page.
+function pictureOf(content) {
+  if (!/<[a-z][^>]*>/i.test(content)) return element("pre", "", content);
+  const frame = element("iframe");
+  frame.setAttribute("sandbox", "");
+  frame.loading = "lazy";
+  frame.title = "state as the environment shows it";
+  frame.srcdoc = content;
+  return frame;
+}
+
 function showEpisode() {
   hideTip();
   cursor = turnAt = -1;
   watcher.disconnect();
-  const parts = partsOf(current), turns = parts.filter((part) => part.kind === "policy");
+  const parts = withPictures(partsOf(current), current.header.renderings), turns = parts.filter((part) => part.kind === "policy");
   drawFacts(turns);
   const available = new Set(["mask", ...Object.keys(current.values || { rewards: 1 })]);
   document.querySelectorAll("#modes button").forEach((button) => { button.disabled = !available.has(button.dataset.key); });
@@ -363,6 +388,7 @@ function block(part) {
   }
   if (part.tokens) side.append(element("div", "", part.kind === "policy" || part.tokens.length > 3 ? plural(part.tokens.length, "token") : ""));
   node.append(side, text);
+  if (part.picture) { text.append(pictureOf(part.picture)); return node; }
   if (part.tokens) fillText(text, part); else fillPlain(text, part.text);
   const hasHit = text.querySelector("[data-hit]");
   if (part.kind === "prompt" && !hasHit && (part.text || text.textContent).split("\n").length > LONG_PROMPT_LINES) {

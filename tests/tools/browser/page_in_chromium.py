@@ -185,5 +185,22 @@ def test_dump_of_texts_is_shown(tmp_path):
     assert seen["disabled"] == 4
 
 
+def test_rendering_of_the_environment_is_shown_and_can_do_nothing(tmp_path):
+    attack = "<p>state</p><script>parent.alert(1)</script><img src=x onerror='parent.alert(2)'>"
+    seen = use_page(
+        tmp_path,
+        [make_row(0, renderings=["#@ #", "", attack])],
+        """const frame = document.querySelector(".block.picture iframe"); frame.scrollIntoView();
+        await new Promise((done) => { frame.onload = done; setTimeout(done, 5000); }); await wait(500);
+        let inside; try { inside = frame.contentDocument; } catch (error) { inside = null; }
+        return { labels: texts(".block strong"), start: texts(".block.picture pre"), inside: inside === null,
+          sandbox: frame.getAttribute("sandbox"), height: frame.getBoundingClientRect().height };""",
+    )
+    shown = [label for label in seen["labels"] if label in ("state", "turn 1", "turn 2")]
+    assert shown == ["state", "turn 1", "turn 2", "state"]
+    assert seen["start"] == ["#@ #"]
+    assert seen["inside"] and seen["sandbox"] == "" and seen["height"] > 100
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__]))
