@@ -30,6 +30,9 @@ trainer.save_freq=-1 trainer.test_freq=1 trainer.total_epochs=15
 """.split()
 
 
+FILTERED = "algorithm.filter_groups.enable=True algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4"
+
+
 def composed(*overrides):
     register_resolvers()
     with initialize_config_module("recipe.agent_env.config", version_base=None):
@@ -103,6 +106,16 @@ def test_new_critic_name_works_alone():
         ("actor_rollout_ref.rollout.prompt_length=9", "rollout.prompt_length=9 differs from data.max_prompt_length"),
         ("algorithm.adv_estimator=grpo", "rollout.n to 2 or more"),
         ("trainer.use_v1=True", "trainer.use_v1"),
+        (
+            "trainer.val_only=True trainer.val_before_train=False",
+            "trainer.val_only=True.*leave trainer.val_before_train",
+        ),
+        ("actor_rollout_ref.rollout.full_determinism=True actor_rollout_ref.rollout.name=sglang", "rollout.name=vllm"),
+        ("algorithm.filter_groups.enable=True", "filter_groups.enable=True filters groups.*rollout.n=1"),
+        (f"{FILTERED} algorithm.filter_groups.metric=score", "filter_groups.metric=score: expected reward or acc"),
+        (f"{FILTERED} algorithm.filter_groups.max_num_gen_batches=0", "max_num_gen_batches=0 would refill without end"),
+        ("env.observation_truncation=error", "env.observation_truncation: expected left, right or middle"),
+        ("env.seed_check_rows=-1", "env.seed_check_rows: expected at least 0"),
         ("reward.reward_model.enable=True", "reward.reward_model.enable"),
         ("trainer.n_gpus_per_node=3", "not divisible by the size of one inference engine"),
         ("+data.agent_prompt_style_kwargs.stop=END", "prompt_style_kwargs.stop: expected a list of texts.*'END'"),
@@ -111,7 +124,7 @@ def test_new_critic_name_works_alone():
 )
 def test_what_cannot_work_names_key_and_fix(override, match):
     with pytest.raises(ConfigError, match=match):
-        finish_config(composed(override))
+        finish_config(composed(*override.split()))
 
 
 STOP = "+data.agent_prompt_style_kwargs.stop=['</action>']"

@@ -21,6 +21,9 @@ def trainer(monkeypatch):
     made.events = []
     made.global_steps = 4
     made.config = OmegaConf.create({"trainer": {"default_local_dir": "checkpoints"}})
+    made._is_validating, made._saved_step = False, 0
+    made.train_dataloader = SimpleNamespace(give_back_batch=lambda: None)
+    made.checkpoint_manager = SimpleNamespace(sleep_replicas=lambda: None)
     made.async_rollout_manager = SimpleNamespace(close=lambda: made.events.append("closed"))
     monkeypatch.setattr(
         AgentRayPPOTrainer, "_save_checkpoint", lambda self: self.events.append(f"saved {self.global_steps}")

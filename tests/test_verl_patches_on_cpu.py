@@ -12,6 +12,7 @@ import torch
 import verl
 from verl.trainer.ppo import ray_trainer, rollout_corr_helper
 from verl.trainer.ppo.core_algos import AdaptiveKLController, get_adv_estimator_fn
+from verl.utils.debug.metrics import calculate_debug_metrics
 
 from recipe.agent_env import verl_patches
 from recipe.agent_env.rollout.batch import assemble
@@ -19,6 +20,7 @@ from recipe.agent_env.rollout.episode import EndReason
 from recipe.agent_env.verl_patches import apply_verl_patches
 from tests.algorithms.batches import CONFIG, compute, make_batch
 from tests.rollout.episodes import make_episode
+from tests.test_config_on_cpu import composed
 
 
 @pytest.fixture(autouse=True)
@@ -208,6 +210,28 @@ def test_batch_without_trained_rows_passes_rollout_correction():
     batch = correction_batch()
     batch.batch["response_mask"][:] = 0
     assert rollout_corr_helper.compute_rollout_correction_and_add_to_batch(batch, CORRECTION) == (batch, {})
+
+
+def test_default_measures_the_mismatch_and_corrects_nothing():
+    """What the config says without any override: `rollout_corr/*` each step, weights and mask as they were."""
+    batch = correction_batch()
+    mask = batch.batch["response_mask"].clone()
+    default = composed().algorithm.rollout_correction
+    batch, metrics = rollout_corr_helper.compute_rollout_correction_and_add_to_batch(batch, default)
+    assert metrics["rollout_corr/kl"] == pytest.approx((-9.0 - -1.0) / 4)  # over four sampled tokens
+    assert torch.equal(batch.batch["response_mask"], mask)
+    assert "rollout_is_weights" not in batch.batch.keys()
+
+
+def test_difference_between_engine_and_trainer_is_taken_over_sampled_tokens():
+    """verl's own, called by `fit` each step; NaN between the turns and a masked row do not reach it."""
+    batch = correction_batch()
+    off_mask = batch.batch["response_mask"] == 0
+    batch.batch["old_log_probs"][off_mask] = float("nan")
+    metrics = calculate_debug_metrics(batch)
+    gap = math.exp(-1.0) - math.exp(-9.0)
+    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(gap)
+    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(gap / 4)
 
 
 @pytest.mark.parametrize("name", ["grpo", "gae", "turn_grpo"])

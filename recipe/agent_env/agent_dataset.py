@@ -191,6 +191,7 @@ class EpisodeTokenizer:
         max_response_length: Longest reply of one turn, in tokens.
         truncation: `error`, or the side that is cut from the first observation's text: `left`, `right`, `middle`.
         max_observation_tokens: Longest text of a later observation, in tokens; None for no limit.
+        observation_truncation: Side that is cut from a longer one: `left`, `right`, `middle`.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class EpisodeTokenizer:
         max_response_length: int,
         truncation: str,
         max_observation_tokens: int | None,
+        observation_truncation: str = "middle",
     ):
         if truncation not in ("error", *TRUNCATION_SIDES):
             raise ValueError(f"data.truncation: expected error, left, right or middle, got {truncation!r}")
@@ -209,6 +211,7 @@ class EpisodeTokenizer:
         self._max_row_length = max_prompt_length + max_response_length
         self._truncation: Any = truncation
         self._max_observation_tokens = max_observation_tokens
+        self._observation_truncation: Any = observation_truncation
 
     @classmethod
     def from_config(cls, config: DictConfig, tokenizer: Any) -> "EpisodeTokenizer":
@@ -221,6 +224,7 @@ class EpisodeTokenizer:
             max_response_length=config.data.max_response_length,
             truncation=config.data.truncation,
             max_observation_tokens=config.env.max_observation_tokens,
+            observation_truncation=config.env.observation_truncation,
         )
 
     def first_prompt(
@@ -290,7 +294,7 @@ class EpisodeTokenizer:
             ids = self.style.encode_observation(observation, turn_is_closed=is_closed)
             if limit is None or len(ids) <= limit or sum(self._num_text_tokens(m) for m in observation) <= limit:
                 return ids, False
-        shorter = self._cut_messages(observation, limit, "middle")
+        shorter = self._cut_messages(observation, limit, self._observation_truncation)
         return self.style.encode_observation(shorter, turn_is_closed=is_closed), shorter != observation
 
     def _ends_of_huge(self, message: Message, max_tokens: int) -> Message:

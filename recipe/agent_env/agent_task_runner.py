@@ -15,6 +15,7 @@ from verl.utils.logging_utils import configure_verl_logging
 
 from recipe.agent_env.agent_ray_trainer import AgentRayPPOTrainer
 from recipe.agent_env.platform_cpu.launch import replace_workers
+from recipe.agent_env.start_check import check_seeds
 
 
 class AgentTaskRunnerBase(BaseTaskRunner):
@@ -25,9 +26,13 @@ class AgentTaskRunnerBase(BaseTaskRunner):
 
         Args:
             config: Finished config, see `config_checks.finish_config`.
+
+        Raises:
+            SeedIgnoredError: Before any worker is started, see `start_check.check_seeds`.
         """
         configure_verl_logging()
         trainer = self.build_trainer(config)
+        check_seeds(config, trainer.train_dataset)
         trainer.init_workers()
         trainer.fit()
 

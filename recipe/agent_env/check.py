@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from recipe.agent_env.agent_dataset import EpisodeSpec, EpisodeTokenizer
+from recipe.agent_env.algorithms.catalog import compares_rollouts
 from recipe.agent_env.config_checks import ConfigError, describe, finish_config, register_resolvers
 from recipe.agent_env.env_client import EnvClient, EnvClientConfig, EnvError, EnvSession
 from recipe.agent_env.episode_settings import env_client_config, episode_rules
@@ -87,7 +88,7 @@ def run_checks(config: DictConfig, overrides: Sequence[str], report: Report, *, 
         if not check_health(client, report):
             return
         groups = _rows_by_environment(specs, num_rows, report)
-        is_grouped = config.actor_rollout_ref.rollout.n > 1
+        is_grouped = compares_rollouts(str(config.algorithm.adv_estimator), config.actor_rollout_ref.rollout.n)
         first = {
             name: check_environment(client, rows[0], report, is_grouped=is_grouped) for name, rows in groups.items()
         }

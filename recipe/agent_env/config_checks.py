@@ -33,6 +33,10 @@ _MASKABLE_END_REASONS = ("env_truncated", "max_turn", "context_full", "parse_err
 """Words of `EndReason` that `env.masked_end_reasons` may hold; `rollout.episode` is too heavy to import here."""
 
 
+GROUP_FILTER_METRICS = ("reward", "acc")
+"""What `algorithm.filter_groups.metric` may be: the episode's return, or whether it was solved."""
+
+
 class ConfigError(ValueError):
     """The config cannot work; the text names the key and the fix."""
 
@@ -105,6 +109,7 @@ def check_config(config: DictConfig) -> None:
     _check_env(config)
     _check_trainer(config)
     _check_estimator(config)
+    _check_group_filter(config)
     _check_mini_batches(config)
     _check_rollout_correction(config)
 
@@ -219,6 +224,12 @@ def _check_env(config: DictConfig) -> None:
     _fail_unless(
         not unknown, f"env.masked_end_reasons: expected any of {', '.join(_MASKABLE_END_REASONS)}, got {unknown}"
     )
+    for key, least in (("seed_check_rows", 0), ("seed_check_time_s", 1)):
+        _fail_unless(env[key] >= least, f"env.{key}: expected at least {least}, got {env[key]}")
+    _fail_unless(
+        env.observation_truncation in ("left", "right", "middle"),
+        f"env.observation_truncation: expected left, right or middle, got {env.observation_truncation!r}",
+    )
     num_tokens = sum(env[key] is not None for key in ("bearer_token", "bearer_token_file", "bearer_token_env"))
     _fail_unless(
         num_tokens <= 1, "env.bearer_token, env.bearer_token_file and env.bearer_token_env: set at most one of them"
@@ -234,7 +245,18 @@ def _check_trainer(config: DictConfig) -> None:
         not config.reward.reward_model.enable,
         "reward.reward_model.enable=True: rewards come from the environment service; leave the reward model out",
     )
+    _fail_unless(
+        not config.trainer.val_only or config.trainer.val_before_train,
+        "trainer.val_only=True with trainer.val_before_train=False: verl evaluates before training or not at all, so "
+        "it would train; leave trainer.val_before_train out",
+    )
     rollout = config.actor_rollout_ref.rollout
+    engine = OmegaConf.select(config, "actor_rollout_ref.rollout.name")
+    _fail_unless(
+        not rollout.full_determinism or engine == "vllm",
+        f"actor_rollout_ref.rollout.full_determinism=True with rollout.name={engine}: only vLLM takes a seed "
+        "with each request through verl; set actor_rollout_ref.rollout.name=vllm",
+    )
     num_gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
     engine_size = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
     _fail_unless(
@@ -278,6 +300,28 @@ def _check_estimator(config: DictConfig) -> None:
         not algorithm.use_pf_ppo,
         "algorithm.use_pf_ppo=True: verl draws rows again by their score after advantages are computed, which doubles "
         "some episodes and drops others, masked ones included; leave it out",
+    )
+
+
+def _check_group_filter(config: DictConfig) -> None:
+    filter_groups = config.algorithm.filter_groups
+    if not (filter_groups and filter_groups.enable):
+        return
+    name, num_rollouts = str(config.algorithm.adv_estimator), config.actor_rollout_ref.rollout.n
+    _fail_unless(
+        num_rollouts > 1 and name != "remax",
+        f"algorithm.filter_groups.enable=True filters groups of rollouts of one row, which "
+        f"algorithm.adv_estimator={name} with actor_rollout_ref.rollout.n={num_rollouts} does not compare; leave "
+        "algorithm.filter_groups.enable out",
+    )
+    _fail_unless(
+        filter_groups.metric in GROUP_FILTER_METRICS,
+        f"algorithm.filter_groups.metric={filter_groups.metric}: expected {' or '.join(GROUP_FILTER_METRICS)}",
+    )
+    _fail_unless(
+        filter_groups.max_num_gen_batches >= 1,
+        f"algorithm.filter_groups.max_num_gen_batches={filter_groups.max_num_gen_batches} would refill without "
+        "end on a policy that solves all or nothing: set it to 1 or more",
     )
 
 

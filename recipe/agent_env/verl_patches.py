@@ -26,6 +26,7 @@ from recipe.agent_env.algorithms.catalog import EstimatorTraits, estimator_trait
 from recipe.agent_env.algorithms.groups import is_alone
 from recipe.agent_env.metrics import env_metrics, group_metrics, token_metrics
 from recipe.agent_env.rollout.batch import BOOTSTRAPPED_ROW_KEY, MASKED_ROW_KEY
+from recipe.agent_env.rollout.refill import METRIC_PREFIX
 
 SUPPORTED_VERL = SpecifierSet(">=0.9.1,<0.10")
 """Versions whose source was read for these wrappers."""
@@ -240,6 +241,7 @@ def _compute_data_metrics(
         **env_metrics(columns),
         **group_metrics(scores, columns["uid"], columns[MASKED_ROW_KEY]),
         **token_metrics(batch.batch["responses"].numpy(), mask),
+        **{f"env/{name}": value for name, value in batch.meta_info.items() if name.startswith(METRIC_PREFIX)},
         "env/all_masked": float(not mask.any()),  # rollout correction may have rejected what was left
     }
 

@@ -47,6 +47,7 @@ def trainer(monkeypatch):
     trainer.distillation_config = None
     trainer.use_critic = True
     trainer.tokenizer = SimpleNamespace(pad_token_id=7)
+    trainer.train_dataset, trainer.train_dataloader = [], []
 
     def init_workers(self):
         self.async_rollout_manager = SimpleNamespace()
@@ -114,3 +115,18 @@ def test_trainers_own_batch_keeps_its_order(trainer):
         assert torch.equal(batch.batch["token_level_scores"], before)
     np.testing.assert_array_equal(batch.non_tensor_batch["uid"], list("aabbccdd"))
     assert "trained_row_share" not in batch.meta_info
+
+
+def test_balanced_rows_keep_their_own_numbers(trainer):
+    """verl orders rows by length over the ranks; tensors and columns of a row go together."""
+    batch = a_batch([1] * 8)
+    batch.batch["attention_mask"] = (torch.arange(4) < torch.tensor([4, 1, 3, 2, 2, 4, 1, 3]).unsqueeze(1)).long()
+    batch.non_tensor_batch["seed"] = np.arange(8)
+    batch.batch["row"] = torch.arange(8)
+    by_row = {row: batch.batch["token_level_scores"][row].tolist() for row in range(8)}
+    uids = dict(zip(range(8), batch.non_tensor_batch["uid"], strict=True))
+    trainer._balance_batch(batch, metrics={})
+    order = batch.batch["row"].tolist()
+    assert order != list(range(8)) and batch.non_tensor_batch["seed"].tolist() == order
+    assert batch.batch["token_level_scores"].tolist() == [by_row[row] for row in order]
+    assert list(batch.non_tensor_batch["uid"]) == [uids[row] for row in order]

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from verl import DataProto
+from verl.trainer.ppo.core_algos import agg_loss
 
 from recipe.agent_env.algorithms.mini_batches import spread_trained_rows, update_on_trained_rows
 from tests.algorithms.batches import compute, make_batch
@@ -180,3 +181,40 @@ def _number(metric):
 
 def _numbers(metrics):
     return [{key: pytest.approx(_number(m)) for key, m in micro_batch.items()} for micro_batch in metrics]
+
+
+LONG_AND_SHORT = [[1] + [0] * 18, [1, 0] * 9 + [1], [1] + [0] * 18]
+"""One turn, ten turns, and one turn that earns nothing; a token each."""
+
+
+def long_and_short() -> DataProto:
+    rewards = [[1.0] + [0.0] * 18, [0.0] * 18 + [1.0], [0.0] * 19]
+    return make_batch(LONG_AND_SHORT, rewards, uids="aaa")
+
+
+@pytest.mark.parametrize(
+    ("name", "advantage"),
+    [("grpo", (1 - 2 / 3) / math.sqrt(1 / 3)), ("rloo", 1 - 1 / 2), ("opo", 1 - 11 / 12)],  # opo weighs by tokens
+)
+def test_group_counts_a_long_episode_once(name, advantage):
+    """P32: ten turns are one row; its return enters the baseline once, and it is judged as the short one's."""
+    advantages, _ = compute(long_and_short(), name, num_repeat=3)
+    assert advantages[0, 0] == pytest.approx(advantage, rel=1e-4)
+    assert advantages[1, 0] == advantages[1, 18] == pytest.approx(advantage, rel=1e-4)
+
+
+@pytest.mark.parametrize(("mode", "share"), [("token-mean", 10 / 12), ("seq-mean-token-mean", 1 / 3)])
+def test_weight_of_a_long_episode_in_the_loss_is_the_modes(mode, share):
+    """P32: per token, or per row."""
+    loss_mat = torch.ones(3, 19, requires_grad=True)
+    agg_loss(loss_mat=loss_mat, loss_mask=torch.tensor(LONG_AND_SHORT), loss_agg_mode=mode).backward()
+    assert loss_mat.grad is not None
+    assert float(loss_mat.grad[1].sum() / loss_mat.grad.sum()) == pytest.approx(share)
+
+
+def test_number_of_updates_depends_on_rows_and_not_on_turns():
+    """P39: three episodes of 1, 4 and 6 turns in a batch of eight rows, two mini-batches on two ranks."""
+    masks = [[1, 0] * num_turns + [0] * (12 - 2 * num_turns) for num_turns in (1, 4, 6)] + [[0] * 12] * 5
+    is_trained = torch.tensor(masks).bool().any(dim=-1).numpy()
+    order = spread_trained_rows(is_trained, mini_batch_size=4, num_ranks=2)
+    assert sorted(order.tolist()) == list(range(8)), "what fills up is a masked row of its own, no copy"

@@ -8,6 +8,7 @@ service logged itself; neither record passes through the ledger.
 import json
 import math
 import os
+import shutil
 import signal
 import time
 from collections import Counter
@@ -88,6 +89,7 @@ def is_same_episode(row: dict[str, Any], episode: list[dict[str, Any]]) -> bool:
 
 @pytest.mark.parametrize("algorithm", [GAE, GRPO], ids=["gae", "grpo"])
 def test_two_steps_train_on_exactly_what_happened(tmp_path: Path, material, algorithm):
+    """P92: and every row of the data is one group."""
     with sokoban_service(tmp_path) as service:
         done = run(tmp_path / "run", *material.overrides(service.url), *algorithm)
         assert service.live_sessions() == 0
@@ -137,6 +139,33 @@ def test_failed_episodes_teach_nothing_in_a_real_run(tmp_path: Path, material):
     [survivor] = [row for row in done.rows(1) if row["seed"] == 2 and row not in failed]
     assert not any(survivor["advantages"])
     assert "SECRET" not in (done.folder / "engine.jsonl").read_text()
+
+
+def test_resumed_run_is_the_unbroken_one(tmp_path: Path, material):
+    """P96: after step 2 of 3. Each request is seeded, so the two runs sample the same ids: steps can be compared."""
+    checkpoints = tmp_path / "checkpoints"
+    steps = ["trainer.total_training_steps=3", "trainer.save_freq=2", "trainer.test_freq=-1"]
+    kl = ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100"]
+    seeded = ["actor_rollout_ref.rollout.full_determinism=True", f"trainer.default_local_dir={checkpoints}"]
+    with sokoban_service(tmp_path) as service:
+        overrides = [*material.overrides(service.url), *GAE, *steps, *kl, *seeded]
+        whole = run(tmp_path / "whole", *overrides)
+        shutil.rmtree(checkpoints / "global_step_3")
+        (checkpoints / "latest_checkpointed_iteration.txt").write_text("2")
+        resumed = run(tmp_path / "resumed", *overrides)
+        assert service.live_sessions() == 0
+    assert sorted(resumed.metrics) == [3]
+
+    def sampled(done: Run) -> dict[int, tuple[list[int], list[float]]]:
+        return {row["seed"]: (row["response_ids"], row["rewards"]) for row in done.rows(3)}
+
+    assert sampled(resumed) == sampled(whole)
+    for name in ("actor/pg_loss", "actor/grad_norm", "actor/lr", "critic/vf_loss", "critic/grad_norm", "critic/lr"):
+        assert resumed.metrics[3][name] == pytest.approx(whole.metrics[3][name], rel=1e-4), name
+    coefficient = "actor/reward_kl_penalty_coeff"
+    assert resumed.metrics[3][coefficient] == pytest.approx(whole.metrics[3][coefficient], rel=1e-9)
+    assert whole.metrics[3][coefficient] != whole.metrics[1][coefficient]
+    assert json.loads((checkpoints / "global_step_2" / "agent_env.json").read_text())["services"]
 
 
 def processes_of(folder: Path) -> list[str]:

@@ -57,6 +57,7 @@ def make_tokenizer(
     truncation: str = "error",
     max_observation_tokens: int | None = None,
     stop: Sequence[str] = (),
+    observation_truncation: str = "middle",
 ) -> EpisodeTokenizer:
     """The product's own path from chat to tokens, with the real Qwen vocabulary."""
     return EpisodeTokenizer(
@@ -65,6 +66,7 @@ def make_tokenizer(
         max_response_length=64,
         truncation=truncation,
         max_observation_tokens=max_observation_tokens,
+        observation_truncation=observation_truncation,
     )
 
 

@@ -2,6 +2,7 @@
 """The meeting point with verl's agent loop: what the engine is asked, who plays which row, when a batch is refused."""
 
 import asyncio
+import dataclasses
 import inspect
 import logging
 import time
@@ -52,10 +53,11 @@ class FakeClient:
         return self._answer
 
 
-def make_sampler(answer, style=None) -> tuple[EngineSampler, FakeClient]:
+def make_sampler(answer, style=None, seed_key=None) -> tuple[EngineSampler, FakeClient]:
     client = FakeClient(answer)
     style = style or SimpleNamespace(stop_token_ids=[9], stop=[])
-    return EngineSampler(client, {"temperature": 0.5}, style=style, priority=3, progress=RolloutProgress()), client
+    options = {"style": style, "priority": 3, "progress": RolloutProgress(), "seed_key": seed_key}
+    return EngineSampler(client, {"temperature": 0.5}, **options), client
 
 
 async def test_engine_is_asked_with_ids_and_answers_with_ids():
@@ -126,6 +128,39 @@ async def test_vllm_ends_a_turn_at_a_stop_string(stop):
     assert style.is_reply_complete(reply.ids) and not style.is_turn_closed(reply.ids)
 
 
+async def asked_seeds(key, num_turns: int = 3) -> list[int | None]:
+    sampler, client = make_sampler(TokenOutput(token_ids=[5, 9]), seed_key=key)
+    for turn in range(num_turns):
+        await sampler([1, 2, 3], 16, turn)
+    return [request["sampling_params"].get("seed") for request in client.requests]
+
+
+async def test_seeds_are_the_same_again_and_differ_by_row_rollout_and_turn():
+    """One seed for all requests, as verl sends, would make the rollouts of a group copies of each other."""
+    keys = [(42, 0, step, row, rollout) for step in (1, 2) for row in (0, 7) for rollout in range(4)]
+    seeds = [seed for key in keys for seed in await asked_seeds(key)]
+    assert seeds == [seed for key in keys for seed in await asked_seeds(key)]
+    assert len(set(seeds)) == len(keys) * 3
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert await asked_seeds(None) == [None] * 3
+
+
+@pytest.mark.parametrize("full_determinism", [True, False])
+def test_requests_are_seeded_only_where_the_run_asks_for_it(full_determinism):
+    worker = EnvAgentLoopWorker.__new__(EnvAgentLoopWorker)
+    worker.rollout_config = SimpleNamespace(full_determinism=full_determinism, seed=42)
+    key = worker._seed_key({"step": 3, "validate": False}, {"index": 5, "rollout_index": 1})
+    assert key == ((42, 0, 3, 5, 1) if full_determinism else None)
+
+
+async def test_request_ids_of_a_seeded_run_are_its_own_too():
+    """verl picks a replica by the request's id."""
+    (one, client), (two, other) = (make_sampler(TokenOutput(token_ids=[9]), seed_key=(42, 0, 1, 5, k)) for k in (0, 1))
+    await one([1], 8, 0)
+    await two([1], 8, 0)
+    assert client.requests[0]["request_id"] == "det-42-0-1-5-0" != other.requests[0]["request_id"]
+
+
 @pytest.mark.parametrize(
     ("answer", "match"),
     [
@@ -189,9 +224,16 @@ class FakeWorker:
 def make_manager(num_workers: int, episode_of=None, max_failed_fraction: float = 0.5) -> EnvAgentLoopManager:
     manager = EnvAgentLoopManager.__new__(EnvAgentLoopManager)
     manager.config = OmegaConf.create(
-        {"env": {"max_failed_fraction": max_failed_fraction}, "data": {"max_prompt_length": 8}}
+        {
+            "env": {"max_failed_fraction": max_failed_fraction, "reseed_each_epoch": False},
+            "data": {"max_prompt_length": 8, "seed": 1},
+            "trainer": {"validation_data_dir": None},
+            "algorithm": {"filter_groups": {"enable": False, "metric": "reward", "max_num_gen_batches": 3}},
+        }
     )
-    manager.rollout_config = OmegaConf.create({"val_kwargs": {"n": 1}})
+    manager.rollout_config = OmegaConf.create({"n": 2, "val_kwargs": {"n": 1}})
+    manager.services, manager.known_services, manager.train_dataset = set(), frozenset(), None
+    manager.steps_per_epoch = 4
     manager.agent_loop_workers = [
         FakeWorker(episode_of or (lambda row: make_episode(prompt_ids=[100 + row]))) for _ in range(num_workers)
     ]
@@ -290,6 +332,8 @@ async def test_batch_has_its_own_deadline(monkeypatch, limit_s):
     worker._client, worker._rules, worker.llm_client = object(), object(), object()
     worker._episode_tokenizer = SimpleNamespace(style=SimpleNamespace(stop_token_ids=[9], stop=[]))
     worker._progress = RolloutProgress()
+    worker._playing, worker._is_stopped = set(), False
+    worker.rollout_config = SimpleNamespace(full_determinism=False)
     for now in (100.0, 500.0):
         monkeypatch.setattr(time, "monotonic", lambda now=now: now)
         await worker.generate_sequences([None])
@@ -301,3 +345,38 @@ async def test_batch_without_one_fitting_prompt_stops_the_run():
     manager = make_manager(1, lambda row: make_episode(end_reason=EndReason.PROMPT_TOO_LONG))
     with pytest.raises(PromptTooLongError, match="none of the 2 first prompts.*data.max_prompt_length=8"):
         await manager.generate_sequences(make_prompts(2))
+
+
+async def test_other_service_than_the_checkpoints_is_reported_once(caplog):
+    """P95."""
+    manager = make_manager(1, lambda row: dataclasses.replace(make_episode(), service="sokoban 2.0"))
+    manager.known_services = frozenset({"sokoban 1.0"})
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            await manager.generate_sequences(make_prompts(2, validate=True))
+    assert [r.getMessage() for r in caplog.records] == [
+        "episodes are played on sokoban 2.0, but the checkpoint was made on sokoban 1.0: numbers may not be comparable"
+    ]
+    assert manager.services == {"sokoban 2.0"}
+
+
+async def played_seeds(step: int, *, reseeds: bool = True, validate: bool = False) -> list[int]:
+    """Seeds of 8 rows, each twice, at a step of epochs of four steps."""
+    manager = make_manager(2)
+    manager.config.env.reseed_each_epoch = reseeds
+    manager.rollout_config.val_kwargs.n = 2
+    prompts = make_prompts(8, validate=validate)
+    prompts.non_tensor_batch["seed"] = np.array([*range(7), -1], dtype=object)
+    prompts.meta_info["global_steps"] = step
+    output = await manager.generate_sequences(prompts.repeat(2, interleave=True))
+    assert output.non_tensor_batch["seed"][::2].tolist() == output.non_tensor_batch["seed"][1::2].tolist()
+    return output.non_tensor_batch["seed"][::2].tolist()
+
+
+async def test_seeds_of_the_data_are_new_in_each_epoch_where_asked_for():
+    """P91: equal inside a group, the same again after a resume, never in validation; off by default."""
+    own = [*range(7), -1]
+    assert await played_seeds(4) == await played_seeds(9, reseeds=False) == await played_seeds(9, validate=True) == own
+    second, third = await played_seeds(5), await played_seeds(9)
+    assert len({*own, *second, *third}) == 24
+    assert await played_seeds(8) == second

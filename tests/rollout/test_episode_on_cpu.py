@@ -218,13 +218,16 @@ async def test_first_observation_is_cut_to_the_limit(server, truncation):
     ]
 
 
-async def test_later_observation_is_cut_in_the_middle_and_counted(server):
-    """P49: at most the limit, whatever the script."""
+@pytest.mark.parametrize(
+    ("side", "kept"), [("left", (False, True)), ("right", (True, False)), ("middle", (True, True))], ids=str
+)
+async def test_later_observation_is_cut_where_told_and_counted(server, side, kept):
+    """P49, P50: at most the limit, whatever the script."""
     server.script("game", always([{"role": USER, "content": "HEAD" + "長い話" * 400 + "😀" * 400 + "TAIL"}]))
-    tokenizer = make_tokenizer(max_observation_tokens=50)
+    tokenizer = make_tokenizer(max_observation_tokens=50, observation_truncation=side)
     episode, _ = await play(server, [MOVE_UP], tokenizer=tokenizer, max_turn=2)
     observation = decode(episode.response_ids[episode.response_mask == 0])
-    assert "HEAD" in observation and "TAIL" in observation
+    assert ("HEAD" in observation, "TAIL" in observation) == kept
     assert (episode.response_mask == 0).sum() < 50 + 20
     assert episode.stats.num_observations_cut == 1
 

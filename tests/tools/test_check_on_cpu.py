@@ -149,10 +149,13 @@ def test_environment_is_looked_at(check, service, script, status, text):
     assert found_status == status, found_text
 
 
-@pytest.mark.parametrize(("n", "status"), [(1, 0), (4, 1)], ids=["one rollout", "group"])
-def test_seed_that_decides_nothing_is_an_error_for_groups(check, service, n, status):
+@pytest.mark.parametrize(
+    ("estimator", "status"), [("gae", 0), ("grpo", 1)], ids=["nothing is compared", "rollouts are compared"]
+)
+def test_seed_that_decides_nothing_is_an_error_for_groups(check, service, estimator, status):
+    """P90."""
     service.fault("patch", call="initialize", episode=1, patch={"observation": "You stand somewhere else."})
-    found_status, text = check(f"actor_rollout_ref.rollout.n={n}")
+    found_status, text = check("actor_rollout_ref.rollout.n=4", f"algorithm.adv_estimator={estimator}")
     assert "seed 0 gave two different starts (observation)" in text
     assert found_status == status
 

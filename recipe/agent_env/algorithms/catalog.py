@@ -61,3 +61,15 @@ _UNKNOWN = EstimatorTraits()
 def estimator_traits(name: str) -> EstimatorTraits:
     """Traits of an estimator; of one that a user registered nothing is known, so it is taken as it is."""
     return ESTIMATORS.get(name, _UNKNOWN)
+
+
+def compares_rollouts(name: str, num_rollouts: int) -> bool:
+    """Whether an estimator compares episodes of one row with each other, which makes sense from one start only.
+
+    Args:
+        name: Of the estimator.
+        num_rollouts: `actor_rollout_ref.rollout.n`.
+    """
+    if name == "remax":  # with the greedy episode
+        return True
+    return num_rollouts > 1 and (name not in ESTIMATORS or ESTIMATORS[name].is_grouped)

@@ -6,6 +6,9 @@ verl's in-place load has nothing to load into. vLLM's own `reload_weights` rebui
 tensors; here it is fed with what the trainer sent. Refuses to know the sender.
 """
 
+import os
+from typing import Any
+
 import torch
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
@@ -13,6 +16,11 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 class CPUWorkerExtension(vLLMColocateWorkerExtension):
     """Named in `rollout.engine_kwargs.vllm.worker_extension_cls`; vLLM mixes it into its worker."""
+
+    def __new__(cls, **kwargs: Any) -> "CPUWorkerExtension":
+        """verl asks for batch-invariant kernels with `rollout.full_determinism`; vLLM has none for the CPU."""
+        os.environ["VLLM_BATCH_INVARIANT"] = "0"
+        return super().__new__(cls, **kwargs)
 
     def update_weights_from_ipc(
         self, peft_config: dict | None = None, base_sync_done: bool = False, use_shm: bool = False

@@ -22,12 +22,13 @@ from verl.utils.rollout_trace import rollout_trace_attr
 from verl.utils.skip import SkipManager
 from verl.workers.rollout.llm_server import LLMServerClient
 
-from recipe.agent_env.agent_dataset import EpisodeSpec, EpisodeTokenizer, PromptTooLongError
+from recipe.agent_env.agent_dataset import AgentDataset, EpisodeSpec, EpisodeTokenizer, PromptTooLongError
 from recipe.agent_env.config_checks import check_stop_strings
 from recipe.agent_env.env_client import AsyncEnvClient
 from recipe.agent_env.episode_settings import env_client_config, episode_rules
 from recipe.agent_env.prompt_styles.base import PromptStyle
-from recipe.agent_env.rollout.batch import assemble, mark_missing_baselines
+from recipe.agent_env.rollout.batch import VALIDATION_KEYS, assemble, mark_missing_baselines, object_array
+from recipe.agent_env.rollout.dump import dump_columns
 from recipe.agent_env.rollout.episode import (
     EndReason,
     EngineError,
@@ -37,6 +38,7 @@ from recipe.agent_env.rollout.episode import (
     play_episode,
 )
 from recipe.agent_env.rollout.progress import RolloutProgress, summary_line
+from recipe.agent_env.rollout.refill import SpareRows, filter_metrics, flat_groups, withhold
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
@@ -54,6 +56,10 @@ class TooManyFailedEpisodesError(RuntimeError):
     """More than `env.max_failed_fraction` of a batch failed: going on would train on what is left of an outage."""
 
 
+class RunStoppedError(RuntimeError):
+    """The run was told to stop: episodes were broken off, and no more are played."""
+
+
 class EngineSampler:
     """The policy: one episode's requests to verl's inference servers, token-in/token-out.
 
@@ -63,6 +69,7 @@ class EngineSampler:
         style: Names the token ids and strings that end a reply.
         priority: Of vLLM's scheduler; lower is first.
         progress: Counts what is sampled.
+        seed_key: What the sampling of this episode is seeded by, with the turn; None leaves it to the engine.
     """
 
     def __init__(
@@ -73,15 +80,17 @@ class EngineSampler:
         style: PromptStyle,
         priority: int,
         progress: RolloutProgress,
+        seed_key: tuple[int, ...] | None = None,
     ):
         self._llm_client = llm_client
         self._sampling_params = {**sampling_params, "stop_token_ids": list(style.stop_token_ids)}
         if style.stop:
             # Looked for in the text as the style itself reads it, special tokens spelled out.
             self._sampling_params |= {"stop": list(style.stop), "skip_special_tokens": False}
-        self._request_id = uuid4().hex
+        self._request_id = uuid4().hex if seed_key is None else f"det-{'-'.join(map(str, seed_key))}"
         self._priority = priority
         self._progress = progress
+        self._seed_key = seed_key
 
     async def __call__(self, context_ids: list[int], max_tokens: int, turn: int) -> SampledReply:
         """Sample one reply.
@@ -90,11 +99,14 @@ class EngineSampler:
             EngineError: The engine failed or aborted the request.
             EngineLostError: The engine is gone: its actor, or the process behind it.
         """
+        params = {**self._sampling_params, "max_tokens": max_tokens}
+        if self._seed_key is not None:
+            params["seed"] = derived_seed(*self._seed_key, turn)
         try:
             output = await self._llm_client.generate(
                 request_id=self._request_id,
                 prompt_ids=context_ids,
-                sampling_params={**self._sampling_params, "max_tokens": max_tokens},
+                sampling_params=params,
                 priority=self._priority,
             )
         except Exception as exc:
@@ -122,6 +134,15 @@ def _is_engine_gone(exc: Exception) -> bool:
     return is_dead or isinstance(exc, ray.exceptions.RayActorError)
 
 
+def derived_seed(*key: int) -> int:
+    """A seed: the same for the same key, unrelated for another; 0 to 2**31 - 1, which every engine takes.
+
+    Args:
+        *key: Whole numbers of at least 0.
+    """
+    return int(np.random.SeedSequence(key).generate_state(1)[0] >> 1)
+
+
 class EnvAgentLoopWorker(AgentLoopWorker):
     """Plays its share of a batch, all episodes at once, in one event loop.
 
@@ -139,6 +160,8 @@ class EnvAgentLoopWorker(AgentLoopWorker):
         self._client: AsyncEnvClient | None = None
         self._deadline: float | None = None
         self._progress = RolloutProgress()
+        self._playing: set[asyncio.Future[list[Episode]]] = set()
+        self._is_stopped = False
 
     async def progress(self) -> dict[str, int]:
         """What is counted of the present rollout, or of the last one; see `RolloutProgress`."""
@@ -152,13 +175,27 @@ class EnvAgentLoopWorker(AgentLoopWorker):
 
         Returns:
             Episodes in row order, unpadded.
+
+        Raises:
+            RunStoppedError: `stop` was called.
         """
+        if self._is_stopped:
+            raise RunStoppedError("the run was told to stop")
         if self._client is None:  # made here: it belongs to the running event loop
             self._client = AsyncEnvClient(self._client_config)
         limit_s = self.config.env.batch_timeout_s
         self._deadline = None if limit_s is None else time.monotonic() + limit_s
         self._progress.begin(len(batch))
-        return await super().generate_sequences(batch)
+        playing = asyncio.ensure_future(super().generate_sequences(batch))
+        self._playing.add(playing)
+        try:
+            return await playing
+        except asyncio.CancelledError:
+            if self._is_stopped:
+                raise RunStoppedError("the run was told to stop; its episodes were broken off") from None
+            raise
+        finally:
+            self._playing.discard(playing)
 
     async def _run_agent_loop(
         self,
@@ -187,6 +224,7 @@ class EnvAgentLoopWorker(AgentLoopWorker):
                 style=self._episode_tokenizer.style,
                 priority=int(row["priority"]),
                 progress=self._progress,
+                seed_key=self._seed_key(trajectory, row),
             )
             episode = await play_episode(
                 EpisodeSpec(env_name=row["env_name"], seed=int(row["seed"]), env_kwargs=row["env_kwargs"]),
@@ -199,11 +237,28 @@ class EnvAgentLoopWorker(AgentLoopWorker):
             played.append(episode)
             return episode
 
+    def _seed_key(self, trajectory: dict[str, Any], row: dict[str, Any]) -> tuple[int, ...] | None:
+        """Row, repetition and step, where `rollout.full_determinism` asks for it.
+
+        verl's own seed is one for all requests of a replica: rollouts of one row would be copies of each other.
+        """
+        if not self.rollout_config.full_determinism:
+            return None
+        step, is_validation = max(0, trajectory["step"]), int(trajectory["validate"])
+        return (self.rollout_config.seed, is_validation, step, int(row["index"]), int(row[ROLLOUT_INDEX_KEY]))
+
     def _postprocess(
         self, inputs: list[Episode], input_non_tensor_batch: dict | None = None, validate: bool = False
     ) -> list[Episode]:
         """Hand the episodes on as they are: the manager pads once, to the longest row of the whole batch."""
         return inputs
+
+    async def stop(self) -> None:
+        """Break off all episodes, close their environments, and play no more."""
+        self._is_stopped = True
+        for playing in self._playing:
+            playing.cancel()
+        await self.close()
 
     async def close(self) -> None:
         """Close every environment that is still open. Safe to call at any time, also while episodes run."""
@@ -220,6 +275,16 @@ class EnvAgentLoopManager(AgentLoopManager):
         super().__init__(*args, **kwargs)
         self.pad_token_id = 0
         """Fills the padding, which is masked. The trainer, which holds the tokenizer, puts the tokenizer's here."""
+        self.services: set[str] = set()
+        """Name and version of every environment that was played on, where it declares them."""
+        self.known_services: frozenset[str] = frozenset()
+        """Those of the checkpoint that the run goes on from; the trainer puts them here."""
+        self.steps_per_epoch = 1
+        """Batches of an epoch; the trainer puts them here."""
+        self.tokenizer: Any = None
+        """For the text of dumps; the trainer puts it here."""
+        self.train_dataset: AgentDataset | None = None
+        """Where rows for `algorithm.filter_groups` come from; the trainer puts it here."""
 
     @auto_await
     @SkipManager.annotate(role="rollout")
@@ -233,15 +298,45 @@ class EnvAgentLoopManager(AgentLoopManager):
             See `assemble`; rows in the order of `prompts`.
 
         Raises:
+            RunStoppedError: A worker was told to stop.
             TooManyFailedEpisodesError: The failed share of the batch is above `env.max_failed_fraction`.
             PromptTooLongError: No first prompt of the batch fits.
         """
         columns = prompts.non_tensor_batch
         columns["priority"] = np.arange(len(prompts), dtype=np.int64)
         columns[ROLLOUT_INDEX_KEY] = _rollout_indices(columns["index"])
-        num_repeats = self.rollout_config.val_kwargs.n if prompts.meta_info.get("validate") else None
+        is_validation = bool(prompts.meta_info.get("validate"))
+        num_repeats = self.rollout_config.val_kwargs.n if is_validation else None
+        if not is_validation:
+            self._reseed(prompts, np.arange(len(prompts)))
         played, source = _rows_to_play(columns["index"], columns[ROLLOUT_INDEX_KEY], num_repeats)
-        shares = [share for share in np.array_split(played, len(self.agent_loop_workers)) if len(share)]
+        played_episodes = await self._play(prompts.select_idxs(played))
+        episodes = [played_episodes[i] for i in source]
+        self._stop_on_outage(episodes)
+        self._stop_on_useless_data(episodes)
+        self._note_services(episodes)
+        filter_groups = self.config.algorithm.filter_groups
+        is_filtered = bool(filter_groups and filter_groups.enable) and not is_validation
+        meta_info = await self._refill(prompts, episodes) if is_filtered else {}
+        kept = {k: v for k, v in prompts.non_tensor_batch.items() if k not in _STEERING_COLUMNS | _TRAINER_COLUMNS}
+        output = assemble(episodes, pad_token_id=self.pad_token_id, passed_on=kept)
+        if "__do_sample__" in columns:
+            mark_missing_baselines(output, is_greedy=~columns["__do_sample__"].astype(bool))
+        output.meta_info.update(meta_info, timing=_timing(episodes))
+        if is_validation and self.config.trainer.validation_data_dir:
+            self._add_dump(output, columns)
+        return output
+
+    def _add_dump(self, output: DataProto, columns: dict[str, np.ndarray]) -> None:
+        """Give a validation batch the columns of a dump: verl writes what its metrics are given, and nothing else."""
+        output.non_tensor_batch["uid"] = columns["uid"]
+        dump = dump_columns(output, self.tokenizer)
+        output.non_tensor_batch.update({name: object_array(values) for name, values in dump.items()})
+        output.meta_info["reward_extra_keys"] = list(dict.fromkeys([*VALIDATION_KEYS, *dump]))
+
+    async def _play(self, prompts: DataProto) -> list[Episode]:
+        """One episode per row, in row order, over all workers."""
+        shares = [s for s in np.array_split(np.arange(len(prompts)), len(self.agent_loop_workers)) if len(s)]
         started = time.monotonic()
         results = await asyncio.gather(
             *[
@@ -249,17 +344,87 @@ class EnvAgentLoopManager(AgentLoopManager):
                 for worker, share in zip(self.agent_loop_workers, shares, strict=False)
             ]
         )
-        played_episodes = [episode for result in results for episode in result]
-        print(summary_line(played_episodes, time.monotonic() - started, prompts.meta_info), flush=True)
-        episodes = [played_episodes[i] for i in source]
-        self._stop_on_outage(episodes)
-        self._stop_on_useless_data(episodes)
-        kept = {k: v for k, v in prompts.non_tensor_batch.items() if k not in _STEERING_COLUMNS | _TRAINER_COLUMNS}
-        output = assemble(episodes, pad_token_id=self.pad_token_id, passed_on=kept)
-        if "__do_sample__" in columns:
-            mark_missing_baselines(output, is_greedy=~columns["__do_sample__"].astype(bool))
-        output.meta_info["timing"] = _timing(episodes)
-        return output
+        played = [episode for result in results for episode in result]
+        print(summary_line(played, time.monotonic() - started, prompts.meta_info), flush=True)
+        return played
+
+    def _reseed(self, prompts: DataProto, positions: np.ndarray) -> None:
+        """Give these rows the seeds of their epoch, in place, where `env.reseed_each_epoch` asks for it.
+
+        The first epoch's are the data's own. Rollouts of one row share theirs, and a resumed run gets the same.
+        """
+        epoch = (prompts.meta_info.get("global_steps", 1) - 1) // self.steps_per_epoch
+        if not self.config.env.reseed_each_epoch or epoch < 1:
+            return
+        seeds = prompts.non_tensor_batch["seed"].copy()
+        for position in positions:
+            seeds[position] = derived_seed(int(seeds[position]) % 2**63, epoch)
+        prompts.non_tensor_batch["seed"] = seeds
+
+    async def _refill(self, prompts: DataProto, episodes: list[Episode]) -> dict[str, float]:
+        """Play other rows in the place of groups without spread, as often as allowed; mask the groups that are left.
+
+        Args:
+            prompts: The rows that were played; those of replaced groups are changed in place.
+            episodes: Theirs; changed in place.
+
+        Returns:
+            See `filter_metrics`.
+
+        Raises:
+            TooManyFailedEpisodesError: As in `generate_sequences`, over all episodes of the step.
+        """
+        assert self.train_dataset is not None
+        columns, limits = prompts.non_tensor_batch, self.config.algorithm.filter_groups
+        for name in columns:
+            columns[name] = columns[name].copy()  # rows of other groups come into these
+        spare = SpareRows(
+            self.train_dataset,
+            seed=self.config.data.seed or 0,
+            step=prompts.meta_info["global_steps"],
+            taken=set(columns["index"].tolist()),
+        )
+        played, env_names = list(episodes), columns["env_name"].tolist()
+        flat = flat_groups(episodes, columns["uid"], limits.metric)
+        num_flat, num_rounds = len(flat), 1
+        while flat and num_rounds < limits.max_num_gen_batches:
+            replaced = spare.put_into(prompts, flat)
+            if not replaced:
+                break
+            positions = np.concatenate(replaced)
+            self._reseed(prompts, positions)
+            fresh = await self._play(prompts.select_idxs(positions))
+            for position, episode in zip(positions, fresh, strict=True):
+                episodes[position] = episode
+            played += fresh
+            env_names += columns["env_name"][positions].tolist()
+            self._stop_on_outage(played)
+            self._note_services(fresh)
+            given_up = len(flat)
+            flat = flat_groups(episodes, columns["uid"], limits.metric)
+            num_flat += len(flat) - (given_up - len(replaced))
+            num_rounds += 1
+        withhold(episodes, flat)
+        return filter_metrics(
+            played,
+            env_names,
+            num_rounds=num_rounds,
+            group_size=self.rollout_config.n,
+            num_flat=num_flat,
+            num_left=len(flat),
+        )
+
+    def _note_services(self, episodes: list[Episode]) -> None:
+        """Remember who played, and say so when the checkpoint was made with somebody else."""
+        seen = {e.service for e in episodes if e.service is not None} - self.services
+        self.services |= seen
+        new = sorted(seen - self.known_services)
+        if new and self.known_services:
+            logger.warning(
+                "episodes are played on %s, but the checkpoint was made on %s: numbers may not be comparable",
+                ", ".join(new),
+                ", ".join(sorted(self.known_services)),
+            )
 
     def _stop_on_useless_data(self, episodes: list[Episode]) -> None:
         if all(e.end_reason is EndReason.PROMPT_TOO_LONG for e in episodes):

@@ -164,6 +164,7 @@ def episode_columns(episodes: Sequence[Episode]) -> dict[str, np.ndarray]:
         "num_restarts": np.array([e.num_restarts for e in episodes], dtype=np.int32),
         "failure": object_array([e.failure for e in episodes]),
         "renderings": object_array([e.renderings for e in episodes]),
+        "service": object_array([e.service for e in episodes]),
         # verl counts every message, the user's first one included.
         "__num_turns__": np.array([1 + e.num_assistant_turns * 2 for e in episodes], dtype=np.int32),
         # verl's trainer looks into it for images; observations are text.

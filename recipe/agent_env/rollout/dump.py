@@ -12,7 +12,7 @@ from verl import DataProto
 from recipe.agent_env.rollout.token_texts import TokenTexts
 
 _TOKEN_COLUMNS = {
-    "rewards": "token_level_scores",
+    "rewards": "rm_scores",
     "advantages": "advantages",
     "returns": "returns",
     "log_probs": "old_log_probs",
@@ -30,6 +30,7 @@ _EPISODE_COLUMNS = (
     "num_restarts",
     "failure",
     "renderings",
+    "service",
 )
 
 

@@ -6,7 +6,6 @@ Owns what is asked of rows and environments before tokens come in. Plays no epis
 
 import dataclasses
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from omegaconf import DictConfig
 
 from recipe.agent_env.agent_dataset import AgentDataset, DataRowError, EpisodeSpec
 from recipe.agent_env.env_client import EnvClient, EnvClientConfig, EnvError, EnvSession, Message
+from recipe.agent_env.start_check import start_difference
 from recipe.agent_env.tools.check_report import Report
 
 _KNOWN_ROLES = frozenset({"system", "user", "assistant", "tool"})
@@ -204,23 +204,15 @@ def _check_seed(client: EnvClient, session: EnvSession, spec: EpisodeSpec, repor
     if again is None:
         return
     try:
-        for what in ("observation", "task_prompt", "tools_schema"):
-            first, second = getattr(session, what), getattr(again, what)
-            if first != second:
-                text = f"seed {spec.seed} gave two different starts ({what}): {_difference(first, second)}"
-                advice = "let the seed decide everything random in reset"
-                if is_grouped:
-                    report.error(text, f"{advice}; rollouts of one row are compared with each other")
-                else:
-                    report.warn(text, f"{advice}; episodes cannot be played again otherwise")
-                return
+        difference = start_difference(session, again)
+        if difference is not None:
+            text = f"seed {spec.seed} gave two different starts {difference}"
+            advice = "let the seed decide everything random in reset"
+            if is_grouped:
+                report.error(text, f"{advice}; rollouts of one row are compared with each other")
+            else:
+                report.warn(text, f"{advice}; episodes cannot be played again otherwise")
+            return
         report.ok(f"the same seed gives the same start (seed {spec.seed}, opened twice)")
     finally:
         again.close()
-
-
-def _difference(first: object, second: object) -> str:
-    """Where two values part, short."""
-    one, other = json.dumps(first, ensure_ascii=False), json.dumps(second, ensure_ascii=False)
-    start = max(0, len(os.path.commonprefix([one, other])) - 20)
-    return f"...{one[start : start + 60]} / ...{other[start : start + 60]}"
