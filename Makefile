@@ -51,11 +51,11 @@ format: setup  ## let ruff rewrite what it can
 docs: setup  ## write docs/configuration.md from the comments of the yaml files
 	$(PY) scripts/config_reference.py
 
-bench: setup  ## all benchmarks, then table and plot of docs/performance.md (half an hour; wants an idle machine)
+bench: setup  ## all benchmarks, then table and plot of docs/performance.md (long; wants an idle machine)
 	nice -n 10 $(PY) -m benchmarks.run
 	$(PY) -m benchmarks.page
 
-bench-quick: setup  ## the benchmarks on small sizes, without the training run (under 3 minutes)
+bench-quick: setup  ## the benchmarks on small sizes, without the training run
 	nice -n 10 $(PY) -m benchmarks.run --quick
 
 lock: setup  ## resolve requirements/*.in into requirements/*.txt (needs PyPI; UPGRADE=1 moves every pin)

@@ -70,18 +70,32 @@ async def _time_steps(
     return time.perf_counter() - started, time.process_time() - cpu_started
 
 
+async def _open_all(open_one: Callable[[int], Awaitable[Any]], count: int) -> list[Any]:
+    """So many sessions, a few at a time: a burst of connections would measure the kernel's backlog."""
+    sessions: list[Any] = []
+    for start in range(0, count, 64):
+        sessions += await asyncio.gather(*[open_one(seed) for seed in range(start, min(count, start + 64))])
+    return sessions
+
+
 async def client_steps(url: str, num_sessions: int, num_steps: int) -> tuple[float, float]:
     """Through `AsyncEnvClient`."""
     # As long as aiohttp keeps idle connections by itself: neither side is to connect anew between two steps.
-    config = EnvClientConfig(endpoint=url, max_concurrent_episodes=num_sessions, keepalive_s=15.0)
+    config = EnvClientConfig(
+        endpoint=url,
+        max_concurrent_episodes=num_sessions,
+        keepalive_s=15.0,
+        connect_timeout_s=300.0,
+        request_timeout_s=300.0,
+    )
     async with AsyncEnvClient(config) as client:
-        sessions = await asyncio.gather(*[client.open(env_name="boxes", seed=i) for i in range(num_sessions)])
+        sessions = await _open_all(lambda seed: client.open(env_name="boxes", seed=seed), num_sessions)
 
         async def step(session: AsyncEnvSession) -> None:
             result = await session.step(_ACTION)
             assert not result.terminated
 
-        return await _time_steps(step, list(sessions), num_steps)
+        return await _time_steps(step, sessions, num_steps)
 
 
 async def plain_steps(url: str, num_sessions: int, num_steps: int) -> tuple[float, float]:
@@ -99,8 +113,7 @@ async def plain_steps(url: str, num_sessions: int, num_steps: int) -> tuple[floa
             answer = await post(f"{env_id}/step", {"action": _ACTION})
             assert not answer["done"]
 
-        sessions = await asyncio.gather(*[start(i) for i in range(num_sessions)])
-        return await _time_steps(step, list(sessions), num_steps)
+        return await _time_steps(step, await _open_all(start, num_sessions), num_steps)
 
 
 def measure(quick: bool) -> list[Figure]:

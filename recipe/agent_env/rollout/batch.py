@@ -105,11 +105,12 @@ def check_batch(batch: DataProto, episodes: Sequence[Episode]) -> None:
     """
     is_trained = torch.tensor([not e.is_masked for e in episodes])
     response_mask = batch.batch["response_mask"].bool()
-    trained_ids = batch.batch["responses"][response_mask].numpy()
+    # By numpy: torch would first list the position of every token, at twice the memory of the tokens.
+    trained_ids = batch.batch["responses"].numpy()[response_mask.numpy()]
     sampled = [e.engine_ids for e in episodes if not e.is_masked]
     engine_ids = np.concatenate(sampled) if sampled else np.zeros(0, dtype=np.int32)
     num_expected = torch.tensor([0 if e.is_masked else len(e.engine_ids) for e in episodes])
-    is_wrong_length = response_mask.sum(dim=-1) != num_expected
+    is_wrong_length = batch.batch["response_mask"].sum(dim=-1) != num_expected
     if is_wrong_length.any() or not np.array_equal(trained_ids, engine_ids):
         rows = torch.nonzero(is_wrong_length).flatten().tolist()
         raise LedgerMismatchError(
