@@ -4,10 +4,12 @@
 import io
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+import ray
 
-from recipe.agent_env.progress_display import ProgressDisplay, Rates
+from recipe.agent_env.progress_display import ProgressDisplay, Rates, ask_workers
 from recipe.agent_env.rollout.episode import EndReason
 from recipe.agent_env.rollout.progress import RolloutProgress, add_up, progress_line, summary_line
 from tests.rollout.episodes import make_episode
@@ -164,3 +166,29 @@ def test_question_that_hangs_does_not_keep_the_run_from_ending(monkeypatch):
         assert asked.wait(30)
     assert time.monotonic() - started < 30, "it waited for the answer"
     answer.set()
+
+
+def test_workers_are_found_by_their_names_and_a_late_one_gives_no_answer(monkeypatch):
+    """Ray itself is replaced: what it would answer is given, what is asked of it is looked at."""
+    answers = {"agent_loop_worker_0_ab": 3, "agent_loop_worker_1_cd": 4, "other_actor": 100}
+    late: list[str] = []
+
+    def get_actor(name):
+        if name == "agent_loop_worker_2_ef":
+            raise ValueError("it ended meanwhile")
+        return SimpleNamespace(progress=SimpleNamespace(remote=lambda: name))
+
+    def wait(pending, *, num_returns, timeout):
+        assert num_returns == len(pending) == 2 and timeout > 0
+        return [name for name in pending if name not in late], late
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda: [*answers, "agent_loop_worker_2_ef"])
+    monkeypatch.setattr(ray, "get_actor", get_actor)
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", lambda done: [RolloutProgress(num_in_flight=answers[n]).snapshot() for n in done])
+    assert ask_workers() == RolloutProgress(num_in_flight=7)
+    late.append("agent_loop_worker_1_cd")
+    assert ask_workers() is None
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    assert ask_workers() is None
