@@ -413,12 +413,8 @@ def describe(config: DictConfig, card_gb: float, row_tokens: int | None = None) 
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print the estimate of a run script.
-
-    Returns:
-        Exit status: 0 when it fits into the card, 1 when it does not, 2 when it cannot be told.
-    """
+def build_parser() -> argparse.ArgumentParser:
+    """The command line's options."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.memory", description="Memory of a run script's setting, per GPU."
     )
@@ -426,7 +422,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--card-gb", type=float, default=80, help="memory of one GPU in GB (default: %(default)s)")
     parser.add_argument("--row-tokens", type=int, help="longest row, where micro-batches are counted in rows")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="given to the script")
-    args = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the estimate of a run script.
+
+    Returns:
+        Exit status: 0 when it fits into the card, 1 when it does not, 2 when it cannot be told.
+    """
+    args = build_parser().parse_args(arguments)
     try:
         config = compose_config(read_overrides(args.script, args.overrides))
         print(describe(config, args.card_gb, args.row_tokens))

@@ -34,9 +34,10 @@ def commands() -> list[tuple[str, list[str]]]:
     for page in PAGES:
         for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
             for line in re.sub(r"\\\n\s*", " ", block).splitlines():
+                if not line.strip().startswith(("python -m recipe.", "python -m examples.")):
+                    continue  # among them lines inside a quoted text, which are no words by themselves
                 words = shlex.split(line, comments=True)
-                if words[:2] == ["python", "-m"] and words[2].startswith(("recipe.", "examples.")):
-                    found.append((str(page.relative_to(ROOT)), [word for word in words[2:] if word != "..."]))
+                found.append((str(page.relative_to(ROOT)), [word for word in words[2:] if word != "..."]))
     return found
 
 
