@@ -610,6 +610,25 @@ async def test_unforeseen_error_masks_one_row(server):
     assert "RuntimeError: odd" in episode.failure
 
 
+async def test_closed_client_ends_episodes_without_an_alarm(server, caplog):
+    """The run is ending: nothing is played again, and a hundred episodes do not write a hundred tracebacks."""
+    server.script("game", always())
+    async with AsyncEnvClient(EnvClientConfig(endpoint=server.url)) as client:
+        policy = ScriptedPolicy([MOVE_UP])
+
+        async def sample(context_ids, max_tokens, turn):
+            if turn == 1:
+                await client.aclose()
+            return await policy(context_ids, max_tokens, turn)
+
+        episode = await play_episode(
+            make_spec(), client=client, tokenizer=make_tokenizer(), sample=sample, rules=make_rules()
+        )
+    assert episode.end_reason is EndReason.FAILED and "closed" in episode.failure
+    assert (len(server.episodes), server.live_count) == (1, 0)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 async def test_characters_tokenised_per_turn_do_not_grow(server, monkeypatch):
     """P16: 128 turns; what is tokenised on the last is no more than on the second."""
     server.script("game", always())

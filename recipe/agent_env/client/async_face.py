@@ -217,7 +217,8 @@ class AsyncEnvClient:
         self._late_count = 0
         self._live: set[AsyncEnvSession] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._is_closed = False
+        self.is_closed = False
+        """Whether `aclose` was called: the run is ending, and nothing more can be opened."""
 
     async def open(self, *, env_name: str, seed: object = None, env_kwargs: object = None) -> AsyncEnvSession:
         """Make an environment and fetch its prompt and tools. Queues while `max_concurrent_episodes` are open.
@@ -283,7 +284,7 @@ class AsyncEnvClient:
         Args:
             limit_s: Longest wait, by default `close_timeout_s`; what is not done by then is cut off.
         """
-        self._is_closed = True
+        self.is_closed = True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + (self.config.close_timeout_s if limit_s is None else limit_s)
         try:
@@ -526,7 +527,7 @@ class AsyncEnvClient:
             task.exception()
 
     def _check_open(self) -> None:
-        if self._is_closed:
+        if self.is_closed:
             raise RuntimeError("the client is closed; make a new one")
 
 

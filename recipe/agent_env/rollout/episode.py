@@ -251,6 +251,8 @@ async def play_episode(
                 failure = f"the episode took longer than env.episode_timeout_s={rules.episode_timeout_s:g} s"
         except Exception as exc:  # an unforeseen fault masks this row and is counted; it must not end the others' run
             failure = f"{type(exc).__name__}: {exc}"
+            if client.is_closed:
+                break  # the run is ending, which is no fault of anyone's
             logger.exception("episode %s failed on an unforeseen error", spec)
         failure = f"{failure} [episode {spec.env_name!r} seed {spec.seed}, turn {attempt.turn}]"
         logger.warning("attempt %d of %d failed: %s", num_restarts + 1, rules.max_episode_restarts + 1, failure)
