@@ -62,7 +62,7 @@ class Plan:
 
 
 FAST = Plan(demonstrations=2400, steps=6, episodes_per_step=64, test_freq=100)
-LEARN = Plan(demonstrations=4000, steps=30, episodes_per_step=128, test_freq=10)
+LEARN = Plan(demonstrations=4000, steps=20, episodes_per_step=128, test_freq=10)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -128,6 +128,7 @@ async def main(url):
         print("playing", flush=True)
         await asyncio.sleep(600)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background are started with it ignored
 asyncio.run(main(sys.argv[1]))
 """
 
@@ -144,10 +145,13 @@ def play_until_signal(service: Service, number: signal.Signals) -> dict:
     """Send the signal to a client that holds 32 environments; returns the service's counts once none is left."""
     with subprocess.Popen([sys.executable, "-c", CROWD, service.url], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "playing\n"
-        assert service.stats()["live_sessions"] == 32
-        process.send_signal(number)
-        process.wait(timeout=30)
+        try:
+            assert process.stdout.readline() == "playing\n"
+            assert service.stats()["live_sessions"] == 32
+            process.send_signal(number)
+            process.wait(timeout=30)
+        finally:
+            process.kill()
     return service.wait_for(lambda stats: stats["live_sessions"] == 0)
 
 

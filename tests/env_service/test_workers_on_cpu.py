@@ -1,6 +1,7 @@
 # Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Sessions in worker processes keep every promise that sessions in one process keep."""
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -105,6 +106,18 @@ def test_killed_worker_is_noticed_without_a_request(service: Service):
     os.kill(pid_of(service, env_id), signal.SIGKILL)
     service.wait_for(lambda _: service.step(env_id).status_code == 410)
     service.wait_for(lambda stats: stats["workers"] == 2)
+
+
+async def test_socket_of_a_dead_worker_is_closed():
+    """Left to the garbage collector it would be closed in any thread, which aborts the process under uvloop."""
+    backend = ProcessBackend(EnvironmentRegistry({"echo": EchoEnv}), ServiceSettings(workers=1))
+    await backend.start()
+    worker = backend._workers[0]
+    worker._process.kill()
+    while backend._workers.get(0) in (None, worker):  # bounded by the test's own limit
+        await asyncio.sleep(0.02)
+    assert worker._writer.is_closing()
+    await backend.shutdown()
 
 
 def test_workers_end_with_the_service():

@@ -156,7 +156,11 @@ class ProcessBackend:
 
 
 class Worker:
-    """The front's end of one worker process."""
+    """The front's end of one worker process.
+
+    Its socket is closed wherever a process ends. Left to the garbage collector it would be closed in any thread, and a
+    uvloop whose sockets are closed from another thread aborts the whole process.
+    """
 
     def __init__(
         self,
@@ -206,11 +210,11 @@ class Worker:
         reader, writer = await asyncio.open_connection(sock=ours)
         try:
             await asyncio.wait_for(_read_frame(reader), _START_TIMEOUT_S)
-        except (asyncio.IncompleteReadError, asyncio.TimeoutError, ConnectionError) as error:
+        except BaseException as error:
             process.kill()
-            raise RuntimeError(f"worker {slot} did not start; see its output above") from error
-        except asyncio.CancelledError:
-            process.kill()
+            writer.close()
+            if isinstance(error, (asyncio.IncompleteReadError, asyncio.TimeoutError, ConnectionError)):
+                raise RuntimeError(f"worker {slot} did not start; see its output above") from error
             raise
         return cls(process, reader, writer, generation, on_place_free)
 
@@ -262,6 +266,7 @@ class Worker:
                 logger.error("%s is silent for %.0f s: killed", self._process.name, silence_s)
                 self._process.kill()
         self._process.kill()
+        self._writer.close()
         await asyncio.to_thread(self._process.join)
 
     async def stop(self, timeout_s: float) -> None:
