@@ -69,6 +69,7 @@ def test_reference_command_line_passes_verls_own_validation(tmp_path):
 
 
 def test_old_critic_name_is_mapped_and_gone(caplog):
+    caplog.set_level("WARNING", logger="recipe.agent_env")
     config = finish_config(composed("critic.model.fsdp_config.param_offload=True"))
     assert config.critic.fsdp.param_offload is True
     assert config.critic.fsdp.optimizer_offload is False
