@@ -22,10 +22,11 @@ demo-learn: setup  ## the same with as many steps as it takes to see it learn (S
 	$(PY) -m examples.sokoban.demo --learn $(if $(ALGO),--algo $(ALGO)) $(if $(SEED),--seed $(SEED))
 
 test: setup  ## all tests; the end-to-end ones last
-	$(PY) -m pytest -m "not e2e"
+	$(PY) -m pytest -m "not e2e and not full"
 	$(PY) -m pytest -m e2e
 
-test-full: setup  ## what make test leaves out: a short chaos run; the trajectory page in headless Chromium (installs it)
+test-full: setup  ## what make test leaves out: more runs of the main job, a short chaos run, the page in Chromium (installs it)
+	$(PY) -m pytest -m full
 	$(PY) -m tests.chaos --episodes 300
 	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; }
 	$(PY) -m pytest tests/tools/browser/page_in_chromium.py
@@ -34,7 +35,7 @@ chaos: setup  ## 1,000 episodes against services that are being broken, each row
 	$(PY) -m tests.chaos --episodes 1000
 
 test-unit: setup  ## the tests that start no Ray and no vLLM
-	$(PY) -m pytest -m "not e2e"
+	$(PY) -m pytest -m "not e2e and not full"
 
 test-e2e: setup  ## the end-to-end tests: Ray, vLLM and a live service
 	$(PY) -m pytest -m e2e

@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.talking_policy import make_talking_policy
 from tests.tools.test_docs_on_cpu import BLOCKS, CLASS, Shell
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 
 SMALLER = {
     "data.train_batch_size=256": "data.train_batch_size=4 +platform=cpu trainer.total_training_steps=1",

@@ -10,7 +10,7 @@ from examples.mixed import make_data
 from tests.e2e.runs import Run, Service, mixed_service, run
 from tests.e2e.talking_policy import make_talking_policy
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 NAMES = ("countdown-v0", "frozen_lake-v0", "sokoban-v0")
 CALLS = (
