@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -27,7 +28,7 @@ import requests
 
 from examples.sokoban import curate_data, plots, processes
 from examples.sokoban.validation import DECODINGS, MANAGER_CLASS, success_key, validation_rows
-from examples.sokoban.warm_start import WarmStartConfig, warm_start
+from examples.sokoban.warm_start import TOKENIZER_FOLDER, WarmStartConfig, warm_start
 
 _ROOT = Path(__file__).resolve().parents[2]
 _ROOMS = curate_data.CurationConfig(
@@ -252,8 +253,12 @@ def run_trainer(options: Options, url: str, model: Path, *extra: str, name: str 
     return plots.read_metrics(metrics_path)
 
 
-def export(options: Options) -> Path:
+def export(options: Options, model: Path) -> Path:
     """Write the trained policy as a Hugging Face folder, by verl's own model merger.
+
+    Args:
+        options: What was asked for.
+        model: Folder of the policy that was started from; its tokenizer is passed on, and lies apart there too.
 
     Raises:
         DemoError: It failed.
@@ -269,6 +274,9 @@ def export(options: Options) -> Path:
     )
     if process.wait() != 0:
         raise DemoError(f"the export failed; its log: {log_path}")
+    for path in (*folder.glob("tokenizer*.json"), *folder.glob("chat_template*")):
+        path.unlink()
+    shutil.copytree(model / TOKENIZER_FOLDER, folder / TOKENIZER_FOLDER, dirs_exist_ok=True)
     return folder
 
 
@@ -342,7 +350,7 @@ def train(options: Options, memory: processes.MemoryWatch) -> None:
     print("[4/4] summary", flush=True)
     summary = summarise(options, metrics, model_record)
     if options.exports:
-        summary["policy"] = str(export(options))
+        summary["policy"] = str(export(options, model))
     plot_path = options.run_dir / "curve.png"
     title = f"{options.algorithm.upper()}, seed {options.seed}{', rewards are noise' if options.noise_rewards else ''}"
     plots.plot_run(metrics, plot_path, title)
