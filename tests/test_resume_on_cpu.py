@@ -17,7 +17,7 @@ from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.utils import create_rl_sampler
 from verl.utils.dataset.rl_dataset import collate_fn
 
-from recipe.agent_env import main_agent_ppo
+from recipe.agent_env import main_agent_ppo, progress_display
 from recipe.agent_env.agent_dataset import AgentDataset
 from recipe.agent_env.agent_ray_trainer import AgentRayPPOTrainer, RayPPOTrainer
 from recipe.agent_env.config_checks import finish_config
@@ -284,7 +284,7 @@ def sigterm():
 def test_sigterm_asks_the_workers_to_stop_and_waits_once(sigterm, monkeypatch):
     """P71. Ray puts its own handler in the place of ours when it starts, which is before the task runner is made."""
     actor = FakeActor()
-    monkeypatch.setattr(main_agent_ppo, "_agent_workers", lambda: [actor])
+    monkeypatch.setattr(progress_display, "agent_workers", lambda: [actor])
     assert main_agent_ppo._StoppedBySigterm(actor).options(name="x").remote() is actor
     os.kill(os.getpid(), signal.SIGTERM)
     assert actor.asked.wait(timeout=30)
@@ -294,7 +294,7 @@ def test_sigterm_asks_the_workers_to_stop_and_waits_once(sigterm, monkeypatch):
 
 def test_sigterm_before_any_worker_ends_the_run_at_once(monkeypatch):
     sent: list[int] = []
-    monkeypatch.setattr(main_agent_ppo, "_agent_workers", lambda: [])
+    monkeypatch.setattr(progress_display, "agent_workers", lambda: [])
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
     main_agent_ppo._stop_agent_workers()
     assert sent == [signal.SIGINT]

@@ -107,31 +107,23 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 
 
 def _stop_agent_workers() -> None:
+    from recipe.agent_env.progress_display import agent_workers
+
     logger.warning("SIGTERM: episodes are broken off, finished steps are saved; a second SIGTERM does not wait for it")
-    workers = _agent_workers()
+    workers = agent_workers()
     if not workers:  # nothing was played yet
         os.kill(os.getpid(), signal.SIGINT)
     for worker in workers:
         worker.stop.remote()
 
 
-def _agent_workers() -> list[Any]:
-    """Handles of this run's agent workers."""
-    import ray
-
-    from recipe.agent_env.progress_display import WORKER_NAME
-
-    names = [name for name in ray.util.list_named_actors() if name.startswith(WORKER_NAME)]
-    return [ray.get_actor(name) for name in names]
-
-
 def _close_environments() -> None:
     """Ask every agent worker of this run to close what it has open; a broken-off trainer cannot."""
     import ray
 
-    if not ray.is_initialized():
-        return
-    pending = [worker.close.remote() for worker in _agent_workers()]
+    from recipe.agent_env.progress_display import agent_workers
+
+    pending = [worker.close.remote() for worker in agent_workers()]
     done, late = ray.wait(pending, num_returns=len(pending), timeout=_CLOSE_TIMEOUT_S) if pending else ([], [])
     if late:
         logger.warning("%d of %d agent workers did not close their environments in time", len(late), len(pending))

@@ -26,6 +26,22 @@ _BAR_INTERVAL_S = 1.0
 _MAX_FAULTS_IN_A_ROW = 5
 
 
+def agent_workers() -> list[Any]:
+    """Handles of this run's agent workers; none before Ray and they have started."""
+    import ray
+
+    if not ray.is_initialized():
+        return []
+    handles = []
+    for name in ray.util.list_named_actors():
+        if name.startswith(WORKER_NAME):
+            try:
+                handles.append(ray.get_actor(name))
+            except ValueError:
+                continue  # it ended between the two calls
+    return handles
+
+
 def ask_workers() -> RolloutProgress | None:
     """The workers' counts, added up; None when there is no worker yet, or one does not answer in time.
 
@@ -34,18 +50,9 @@ def ask_workers() -> RolloutProgress | None:
     """
     import ray
 
-    if not ray.is_initialized():
+    pending = [worker.progress.remote() for worker in agent_workers()]
+    if not pending:
         return None
-    handles = []
-    for name in ray.util.list_named_actors():
-        if name.startswith(WORKER_NAME):
-            try:
-                handles.append(ray.get_actor(name))
-            except ValueError:
-                continue  # it ended between the two calls
-    if not handles:
-        return None
-    pending = [handle.progress.remote() for handle in handles]
     done, late = ray.wait(pending, num_returns=len(pending), timeout=_ASK_TIMEOUT_S)
     return None if late else add_up(ray.get(done))
 
