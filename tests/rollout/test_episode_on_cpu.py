@@ -47,6 +47,25 @@ async def play(
     return episode, policy
 
 
+async def play_all(
+    client: AsyncEnvClient, num_episodes: int, make_policy, *, deadline: float | None = None, **rules
+) -> list[Episode]:
+    """Episodes of seeds 0, 1, ... at the same time, in order; `make_policy` gives each seed's."""
+    return await asyncio.gather(
+        *[
+            play_episode(
+                make_spec(seed),
+                client=client,
+                tokenizer=make_tokenizer(),
+                sample=make_policy(seed),
+                rules=make_rules(**rules),
+                deadline=deadline,
+            )
+            for seed in range(num_episodes)
+        ]
+    )
+
+
 def trained_ids(episode: Episode) -> list[int]:
     return episode.response_ids[episode.response_mask == 1].tolist()
 
@@ -419,18 +438,7 @@ async def test_one_fault_never_touches_another_row(server):
     server.fault("status", call="close", seed=40, times=None)
     config = EnvClientConfig(endpoint=server.url, request_timeout_s=5.0, retry_time_s=0.3, max_concurrent_episodes=16)
     async with AsyncEnvClient(config) as client:
-        episodes = await asyncio.gather(
-            *[
-                play_episode(
-                    make_spec(seed),
-                    client=client,
-                    tokenizer=make_tokenizer(),
-                    sample=ScriptedPolicy([f"reply {seed}<|im_end|>"]),
-                    rules=make_rules(max_turn=4),
-                )
-                for seed in range(64)
-            ]
-        )
+        episodes = await play_all(client, 64, lambda seed: ScriptedPolicy([f"reply {seed}<|im_end|>"]), max_turn=4)
     failed = [seed for seed, episode in enumerate(episodes) if episode.end_reason is EndReason.FAILED]
     assert failed == [5, 20]
     for seed, episode in enumerate(episodes):
@@ -448,17 +456,8 @@ async def test_one_time_faults_cost_no_row_where_episodes_are_restarted(server):
     server.fault("status", call="close", seed=40)
     config = EnvClientConfig(endpoint=server.url, request_timeout_s=20.0, max_concurrent_episodes=16)
     async with AsyncEnvClient(config) as client:
-        episodes = await asyncio.gather(
-            *[
-                play_episode(
-                    make_spec(seed),
-                    client=client,
-                    tokenizer=make_tokenizer(),
-                    sample=ScriptedPolicy([f"reply {seed}<|im_end|>"]),
-                    rules=make_rules(max_turn=4, max_episode_restarts=1),
-                )
-                for seed in range(64)
-            ]
+        episodes = await play_all(
+            client, 64, lambda seed: ScriptedPolicy([f"reply {seed}<|im_end|>"]), max_turn=4, max_episode_restarts=1
         )
     assert [seed for seed, episode in enumerate(episodes) if episode.num_restarts] == [5, 20]
     for seed, episode in enumerate(episodes):
@@ -471,18 +470,7 @@ async def test_three_of_ten_failed_episodes_show_as_a_ratio_and_a_warning(server
     for seed in (1, 4, 8):
         server.fault("status", call="step", seed=seed, step=1, times=None)
     async with AsyncEnvClient(EnvClientConfig(endpoint=server.url)) as client:
-        episodes = await asyncio.gather(
-            *[
-                play_episode(
-                    make_spec(seed),
-                    client=client,
-                    tokenizer=make_tokenizer(),
-                    sample=ScriptedPolicy([MOVE_UP]),
-                    rules=make_rules(),
-                )
-                for seed in range(10)
-            ]
-        )
+        episodes = await play_all(client, 10, lambda seed: ScriptedPolicy([MOVE_UP]))
     batch = assemble(episodes, pad_token_id=0, passed_on={})
     columns = {**batch.non_tensor_batch, "env_name": np.array(["game"] * 10, dtype=object)}
     assert env_metrics(columns)["env/failed_episode_ratio"] == pytest.approx(0.3)
@@ -509,18 +497,7 @@ async def test_service_that_dies_loses_its_sessions_and_its_episodes_move_on(ser
 
         config = EnvClientConfig(endpoint=[server.url, dying.url], retry_wait_s=0.01, retry_max_wait_s=0.02)
         async with AsyncEnvClient(config) as client:
-            episodes = await asyncio.gather(
-                *[
-                    play_episode(
-                        make_spec(seed),
-                        client=client,
-                        tokenizer=make_tokenizer(),
-                        sample=sample,
-                        rules=make_rules(max_turn=4, max_episode_restarts=2),
-                    )
-                    for seed in range(8)
-                ]
-            )
+            episodes = await play_all(client, 8, lambda seed: sample, max_turn=4, max_episode_restarts=2)
         assert len(dying.episodes) == 4, "the episodes were spread"
     assert [episode.end_reason for episode in episodes] == [EndReason.MAX_TURN] * 8
     assert sum(episode.num_restarts > 0 for episode in episodes) == 4
@@ -555,18 +532,14 @@ async def test_hanging_service_holds_up_a_batch_no_longer_than_its_limit(server,
     config = EnvClientConfig(endpoint=server.url, late_answer_s=0.1, close_timeout_s=1.0)
     async with AsyncEnvClient(config) as client:
         deadline = time.monotonic() + 5.0
-        episodes = await asyncio.gather(
-            *[
-                play_episode(
-                    make_spec(seed),
-                    client=client,
-                    tokenizer=make_tokenizer(),
-                    sample=ScriptedPolicy([MOVE_UP]),
-                    rules=make_rules(max_turn=2, max_episode_restarts=2, episode_timeout_s=60.0),
-                    deadline=deadline,
-                )
-                for seed in range(6)
-            ]
+        episodes = await play_all(
+            client,
+            6,
+            lambda seed: ScriptedPolicy([MOVE_UP]),
+            deadline=deadline,
+            max_turn=2,
+            max_episode_restarts=2,
+            episode_timeout_s=60.0,
         )
     failed = [seed for seed, episode in enumerate(episodes) if episode.end_reason is EndReason.FAILED]
     assert failed == ([] if where == "close" else [3])
