@@ -153,6 +153,20 @@ def test_plot_is_a_png(tmp_path: Path, metrics: list[tuple[int, dict]]) -> None:
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [([], 6), (["--learn"], 20), (["--learn", "--algo", "grpo"], 50), (["--learn", "--steps", "3"], 3)],
+)
+def test_mode_and_algorithm_say_how_much_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], steps: int
+) -> None:
+    seen: list[demo.Options] = []
+    monkeypatch.setattr(demo, "train", lambda options, memory: seen.append(options))
+    monkeypatch.setattr(demo.processes, "end_descendants", lambda grace_s: [])
+    assert demo.main([*arguments, "--out-dir", str(tmp_path)]) == 0
+    assert (seen[0].plan.steps, seen[0].exports) == (steps, "--learn" in arguments)
+
+
 def test_noise_pays_independently_of_the_action_and_leaves_the_game_as_it_is() -> None:
     rewards = []
     for _ in range(200):
